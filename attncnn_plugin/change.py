@@ -1,10 +1,22 @@
 """The result of everything that changes a model: its layers before and after, and what its parameters became."""
 
+import dis
+import functools
+import gc
+import types
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+PARAMETER_HOOKS = '_backward_hooks', '_post_accumulate_grad_hooks'  # of a parameter
+FUNCTIONS = types.FunctionType, types.MethodType, functools.partial, types.CellType
+CLOSED = (nn.Module, type, types.ModuleType, str, bytes, int, float, type(None))  # not looked into
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -38,6 +50,120 @@ def within(name: str, replaced: Mapping[nn.Parameter, Successor]) -> Dict[nn.Par
     }
 
 
+def succession(
+    old: nn.Parameter,
+    parameters: Mapping[str, nn.Parameter],
+    heir: Optional[nn.Parameter] = None,
+    inherit: Optional[Callable[[Tensor], Tensor]] = None,
+) -> Successor:
+    """Returns the :class:`Successor` of a parameter, whose attributes and hooks the new parameters get.
+
+    Attributes such as ``no_weight_decay`` go to all of them. A tensor among them of the parameter's shape, and hooks,
+    go to an heir; handles of hooks stay valid.
+
+    Raises:
+        ValueError: An attribute or a hook holds tensors of other shapes, or there is no single heir for it.
+    """
+    what = f'a parameter of shape {tuple(old.shape)} in the place of {" and ".join(parameters) or "nothing"}'
+    for name, value in vars(old).items():
+        if isinstance(value, Tensor) and value.shape == old.shape and heir is not None and inherit is not None:
+            setattr(heir, name, inherit(value))
+            continue
+        if holds_tensors(value):
+            raise ValueError(f'{what} has tensors in its attribute {name}, which do not fit: remove it first')
+        for parameter in parameters.values():
+            setattr(parameter, name, value)
+    for name in PARAMETER_HOOKS:
+        hooks = getattr(old, name)
+        if hooks and (heir is None or len(parameters) > 1 or holds_tensors(hooks)):
+            raise ValueError(f'{what} has hooks ({name}), which may not fit what takes its place: remove them first')
+        if hooks:
+            setattr(heir, name, hooks)
+    return Successor(dict(parameters), heir, inherit)
+
+
+def holds_tensors(own: Any) -> bool:
+    """Returns True if an object holds a tensor of several entries, at any depth; a function does what it reads."""
+    return any(isinstance(value, Tensor) and value.numel() > 1 for _, _, value, _ in held_by(own))
+
+
+def is_plain(own: Tensor) -> bool:
+    """Returns True for a tensor or a parameter of PyTorch's own class whose entries lie in one place."""
+    return type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
+
+
+def held_by(own: Any, closed: Callable[[Any], bool] = lambda own: False) -> Iterator[Tuple[str, Any, Any, bool]]:
+    """Yields what an object holds at any depth: in containers, attributes, and what its functions close over.
+
+    It looks into no module, nor into objects that hold one without being an optimizer, such as a trainer.
+
+    Args:
+        own (Any): The object.
+        closed (callable): Says of an object whether not to look into it. Defaults to none.
+
+    Yields:
+        tuple[str, Any, Any, bool]: The way to an object, such as ``.state``; what holds it there; the object; and
+        whether the way leads through no function. Each is there once, a tensor once for each place.
+    """
+    seen: Dict[int, Any] = {}
+    left: Deque[Tuple[str, Any, Any, bool]] = deque([('', None, own, True)])
+    while left:
+        way, holder, own, is_data = left.pop()
+        if id(own) in seen and not isinstance(own, Tensor):
+            continue
+        seen[id(own)] = own
+        yield way, holder, own, is_data
+        if isinstance(own, (Tensor, *CLOSED)) or closed(own):
+            continue
+        for name, value in reversed(_parts(own)):
+            if isinstance(own, FUNCTIONS):
+                left.appendleft((way, own, value, False))  # last, so that data come as such
+            else:
+                left.append((way + name, own, value, is_data))
+
+
+def _parts(own: Any) -> List[Tuple[str, Any]]:
+    if isinstance(own, Mapping):
+        return [(f'[{key!r}]' if isinstance(key, (str, int)) else '[…]', value) for key, value in own.items()]
+    if isinstance(own, (list, tuple, set, frozenset, deque)):
+        return [(f'[{number}]', value) for number, value in enumerate(own)]
+    if isinstance(own, types.FunctionType):
+        names = {read.argval for read in dis.get_instructions(own) if read.opname == 'LOAD_GLOBAL'}
+        read = [own.__globals__.get(name) for name in names]
+        values = [value for value in read if not callable(value)]
+        return [('', value) for value in (*values, own.__closure__, own.__defaults__, own.__kwdefaults__)]
+    if isinstance(own, FUNCTIONS) or not hasattr(own, '__dict__'):
+        return [('', value) for value in gc.get_referents(own)]
+    of_others = any(isinstance(value, nn.Module) for value in vars(own).values()) and not hasattr(own, 'param_groups')
+    return [] if of_others else [(f'.{name}', value) for name, value in vars(own).items()]
+
+
+@contextmanager
+def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Puts models and optimizers back as they were where something fails inside.
+
+    Args:
+        models (Iterable[nn.Module]): Those that may get other parameters, modules and attributes.
+        optimizers (Any): What holds optimizers. Defaults to none.
+        values (Iterable[Tensor]): Those whose entries may change. Defaults to none.
+    """
+    held: List[Any] = [own for _, _, own, _ in held_by(optimizers)]
+    held += [vars(own) for own in held if hasattr(own, 'param_groups')]
+    for module in {module for model in models for module in model.modules()}:
+        held += [vars(module), *vars(module).values()]
+    before = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in held if isinstance(own, (dict, list))]
+    entries = [(own, own.detach().clone()) for own in values]
+    try:
+        yield
+    except BaseException:
+        for own, kept in before:
+            own.clear()
+            own.update(kept) if isinstance(own, dict) else own.extend(kept)
+        for own, value in entries:
+            own.data.copy_(value)
+        raise
+
+
 def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Puts layers in the places of those of the same names."""
     for name, layer in layers.items():
@@ -46,18 +172,20 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
-    """Raises ``TypeError`` for a model that has a part in DistributedDataParallel, or is in it or in ``wrappers``."""
+    """Raises ``TypeError`` for a model with a part in DistributedDataParallel or FSDP, or in ``wrappers`` itself."""
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel) or not name and isinstance(module, wrappers):
+        sharded = any(cls.__module__.startswith('torch.distributed.fsdp') for cls in type(module).__mro__)
+        if sharded or isinstance(module, DistributedDataParallel) or not name and isinstance(module, wrappers):
+            advice = 'use its .module instead, and build a new wrapper afterwards'
             raise TypeError(
                 f'{name or "model"} is a {type(module).__name__}, which knows only the parameters that it was built '
-                'with: use its .module instead, and build a new wrapper afterwards'
+                f'with: {"change the model before it is sharded" if sharded else advice}'
             )
 
 
 def number_of_parameters(module: nn.Module) -> int:
-    """Returns the number of entries of all parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Returns the number of entries of all parameters of a module; lazy ones have none yet."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any, Dict, Union
 
 import torch
-from torch import nn
 
 from .attention.state_dicts import EXTRA_STATE
 from .structure import follow_state_dict
 
 
-def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
+def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
     """Loads a model that was saved by ``save_pretrained``, pruned or not.
 
     The configuration of a model of Hugging Face transformers has one number of heads for all layers, and
@@ -22,11 +21,12 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
             ``ignore_mismatched_sizes=True``.
 
     Returns:
-        nn.Module: A model of the class that was saved, in evaluation mode.
+        nn.Module | tuple[nn.Module, dict]: A model of the class that was saved, in evaluation mode; with
+        ``output_loading_info=True`` also what transformers says of the loading.
 
     Raises:
         ImportError: Hugging Face transformers is not installed.
-        ValueError: The configuration names no class of transformers; or weights of other shapes, which no number of
+        ValueError: The configuration names no model of transformers; or weights of other shapes, which no number of
             heads explains; or attention instead of a convolution.
     """
     try:
@@ -36,8 +36,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
         raise ImportError("this needs Hugging Face transformers: pip install 'attncnn_plugin[hf]'") from error
     name = (AutoConfig.from_pretrained(folder).architectures or ['none'])[0]
     cls = getattr(transformers, name, None)
-    if cls is None:
-        raise ValueError(f'{folder}/config.json has the architecture {name}, which is no class of transformers')
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        raise ValueError(f'{folder}/config.json has the architecture {name}, which is no model of transformers')
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report what has another shape
     try:
@@ -52,17 +52,16 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
             'the state dict of such a model, with attncnn_plugin.follow_state_dict(model, state_dict) in between'
         )
     saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
-    if not saved:
-        return model
-    shapes = {**model.state_dict(), **saved}
+    if saved:
+        strict, shapes = not settings.get('ignore_mismatched_sizes'), {**model.state_dict(), **saved}
 
-    class WithoutHeads(cls):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            follow_state_dict(self, shapes, strict=not settings.get('ignore_mismatched_sizes'))
+        class WithoutHeads(cls):  # type: ignore[misc, valid-type]
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                follow_state_dict(self, shapes, strict)
 
-    # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
-    WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
-    model = WithoutHeads.from_pretrained(folder, **settings)
-    model.__class__ = cls
-    return model
+        # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
+        WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
+        model, info = WithoutHeads.from_pretrained(folder, **{**settings, 'output_loading_info': True})
+        model.__class__ = cls
+    return (model, info) if settings.get('output_loading_info') else model

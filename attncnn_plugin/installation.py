@@ -12,7 +12,7 @@ def config_path(name: str) -> str:
     """Returns the file of a config that comes with the package, to inherit from or to load.
 
     Args:
-        name (str): The config, such as ``'sa_quadratic_cifar10.py'`` or ``'_base_/default_runtime.py'``.
+        name (str): The name of its file, such as ``'sa_quadratic_cifar10.py'``, with or without its folder.
 
     Raises:
         FileNotFoundError: There is no such config.
@@ -20,12 +20,11 @@ def config_path(name: str) -> str:
     Examples:
         >>> _base_ = __import__('attncnn_plugin').config_path('sa_quadratic_cifar10.py')
     """
-    path = MIM / 'configs' / name
-    if not path.is_file():
-        folder = MIM / 'configs'
-        known = sorted(path.relative_to(folder).as_posix() for path in folder.rglob('*.py'))
-        raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {known}')
-    return str(path)
+    files = sorted((MIM / 'configs').rglob('*.py'))
+    for path in files:  # no two have one name
+        if path.as_posix().endswith(f'/configs/{name}') or path.name == name:
+            return str(path)
+    raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {[path.name for path in files]}')
 
 
 INSTALL = 'pip install mmpretrain "mmengine<1.0" "mmcv-lite>=2.0,<2.4" "setuptools<82"'

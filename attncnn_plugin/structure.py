@@ -1,9 +1,8 @@
 """Brings any model to the structure of a state dict, by one verb."""
 
-import copy
-import math
+import contextlib
 from dataclasses import replace
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
 from .attention.window import CONVOLUTIONS
-from .change import Change, LayerChange, Successor, number_of_parameters, within
+from .change import Change, LayerChange, Successor, all_or_nothing, number_of_parameters, replace_layers, within
 from .convert.models import in_words, successors
-from .convert.pixels import OwnConvolution, new_attention
-from .transformers.transformer_heads import follow_heads
+from .convert.pixels import OwnConvolution, check_settings, new_attention
+from .transformers.transformer_heads import transformer_heads
 
 
-@torch.no_grad()
 def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> Change:
     """Brings a model to the structure of a state dict that you are about to load; the values are not loaded.
 
@@ -51,56 +49,84 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
         >>> fresh.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """
-    trial = copy_without_values(model)
-    take_structures(trial, state_dict)
+    _check_names(model, state_dict)
+    structures = plan(model, state_dict)
     if strict:
-        check_loading(trial, state_dict, strict=True)
+        trial = copy_without_values(model)
+        new = {name: copy_without_values(own) for name, own in structures.items() if isinstance(own, nn.Module)}
+        apply(trial, {**structures, **new})
+        check_loading(trial, state_dict, strict)
+    with all_or_nothing([model]):
+        return apply(model, structures)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> Dict[str, Any]:
+    """Returns the structures that modules of a model, by name, have to take from a state dict; nothing changes yet.
+
+    A structure is what the ``take_structure`` of the module takes, such as a number of heads, or the module that takes
+    its place. Modules of this package whose entries no structure explains are left to the loading.
+
+    Args:
+        model (nn.Module): The model.
+        state_dict (Mapping[str, Tensor]): A state dict.
+        prefix (str): What the model's names begin with in the state dict. Defaults to nothing.
+
+    Raises:
+        StructureError: A convolution, or attention of another library, cannot have its structure.
+    """
+    structures: Dict[str, Any] = {}
+    for name, module in model.named_modules():
+        inside = f'{prefix}{name}.' if name else prefix
+        structure = attention_in(module, state_dict, inside) if name else None
+        owner = structured(module) if structure is None else None
+        if owner is not None:
+            # What a module of this package refuses, the loading refuses, and says why.
+            with contextlib.suppress(StructureError) if owner is module else contextlib.nullcontext():
+                structure = owner.structure_in(state_dict, inside)
+        if structure is not None:
+            structures[name] = structure
+    return structures
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
+    """Gives modules of a model, by name, the structures of :func:`plan`; their values are yet to be loaded."""
+    layers: List[LayerChange] = []
+    replaced: Dict[nn.Parameter, Successor] = {}
     before = number_of_parameters(model)
-    layers, replaced = take_structures(model, state_dict)
+    for name, structure in structures.items():
+        module = new = model.get_submodule(name)
+        what, size, change = in_words(module), number_of_parameters(module), None
+        if isinstance(structure, nn.Module):
+            new = structure
+            replace_layers(model, {name: new})
+            replaced.update(within(name, successors(module, new)))
+        else:
+            change = structured(module).take_structure(structure)
+        if change is None:
+            layers.append(LayerChange(name, what, in_words(new), size, number_of_parameters(new)))
+        else:
+            layers += [replace(layer, name=f'{name}.{layer.name}'.lstrip('.')) for layer in change.layers]
+            replaced.update(within(name, change.replaced))
     return Change(tuple(layers), before, number_of_parameters(model), replaced)
 
 
-def take_structures(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = ''
-) -> Tuple[List[LayerChange], Dict[nn.Parameter, Successor]]:
-    """Gives a module and all that is in it the structures that a state dict has after ``prefix``.
-
-    Raises:
-        StructureError: A convolution, or attention of another library, cannot have its structure. Others have changed
-            by then.
-    """
-    layers: List[LayerChange] = []
-    replaced: Dict[nn.Parameter, Successor] = {}
-    what, size = in_words(module), number_of_parameters(module)
-    followed = _follow(module, state_dict, prefix)
-    if isinstance(followed, Change):
-        layers += [replace(layer, name=prefix + layer.name) for layer in followed.layers]
-        replaced.update(within(prefix[:-1], followed.replaced))
-    elif followed:
-        layers.append(LayerChange(prefix[:-1], what, in_words(module), size, number_of_parameters(module)))
-    for name, child in module.named_children():
-        path = f'{prefix}{name}'
-        attention = attention_in(child, state_dict, f'{path}.')
-        if attention is None:
-            changes = take_structures(child, state_dict, f'{path}.')
-            layers += changes[0]
-            replaced.update(changes[1])
-        else:
-            setattr(module, name, attention)
-            _follow(attention, state_dict, f'{path}.')  # heads can be gone
-            sizes = number_of_parameters(child), number_of_parameters(attention)
-            layers.append(LayerChange(path, in_words(child), in_words(attention), *sizes))
-            replaced.update(within(path, successors(child, attention)))
-    return layers, replaced
+def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Refuses what holds a state dict, and one of a wrapped model."""
+    for name in ('state_dict', 'model'):
+        if isinstance(state_dict.get(name), Mapping):
+            raise StructureError(f'the state dict is in the entry {name!r} of what is given: give checkpoint[{name!r}]')
+    prefix = next(iter(state_dict), '').partition('.')[0]
+    if prefix in ('module', '_orig_mod') and not hasattr(model, prefix):
+        raise StructureError(f'the names of the state dict begin with {prefix}., as those of a wrapper: leave it out')
 
 
-def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Union[bool, Change, None]:
-    if not isinstance(module, Restructurable):
-        return follow_heads(module, state_dict, prefix)
-    try:
-        return module.follow(state_dict, prefix)  # type: ignore[arg-type]
-    except StructureError:
-        return False  # the loading refuses it, and says why
+def structured(module: nn.Module) -> Any:
+    """Returns what has the structure of a module: it itself, or its heads in another library's; None for others."""
+    return module if isinstance(module, Restructurable) else transformer_heads(module)
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
@@ -114,22 +140,20 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     settings = read_extra_state(state_dict, prefix)
     if settings is None:
         return None
-    conv, like = module, module
+    conv: Any = module
     if isinstance(module, ImageAttention):
         if not isinstance(module.from_conv, OwnConvolution) or kind_of(settings) == kind_of(module.settings):
             return None
-        like = module.value
-        conv = copy.deepcopy(module.from_conv.conv).to(like.weight.dtype).train(module.training)
-        for key, parameter in conv.named_parameters():
-            parameter.requires_grad_(like.get_parameter(key).requires_grad)
+        conv = module.from_conv.like(module)
     try:
-        attention = new_attention(conv, **settings)
+        attention = new_attention(conv, **check_settings(conv, **settings))
     except (TypeError, ValueError) as error:
-        raise StructureError(f'attention of the state dict cannot replace {prefix[:-1]}: {error}') from error
-    heads, positions = attention.num_heads, math.prod(attention.window.kernel_size)
-    if heads > positions or heads < positions and settings['position'] == 'gaussian':
-        raise StructureError(
-            f'the state dict has attention of {heads} heads instead of a convolution whose kernel of '
-            f'{attention.window.kernel_size} has {positions} positions'
-        )
-    return attention if conv is module else attention.to_empty(device=like.weight.device)
+        what = f'{prefix[:-1]} ({in_words(module)})'
+        raise StructureError(f'attention of the state dict cannot replace {what}: {error}') from error
+    if conv is not module:
+        attention.to_empty(device=module.value.weight.device)
+    with contextlib.suppress(StructureError):  # when it loads its entries, it raises this again
+        heads = attention.structure_in(state_dict, prefix)
+        if heads is not None:  # some are gone
+            attention.take_structure(heads)
+    return attention

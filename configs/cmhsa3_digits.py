@@ -1,5 +1,5 @@
 _base_ = [
-    './_base_/models/cmhsa3_digits.py',
+    './_base_/models/model_cmhsa3_digits.py',
     './_base_/datasets/digits_bs50.py',
     './_base_/default_runtime.py',
 ]

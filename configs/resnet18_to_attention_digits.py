@@ -1,5 +1,5 @@
 _base_ = [
-    './_base_/models/resnet18_to_attention_digits.py',
+    './_base_/models/model_resnet18_to_attention_digits.py',
     './_base_/datasets/digits_bs50.py',
     './_base_/default_runtime.py',
 ]

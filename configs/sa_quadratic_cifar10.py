@@ -1,5 +1,5 @@
 _base_ = [
-    './_base_/models/sa_quadratic_cifar.py',
+    './_base_/models/model_sa_quadratic_cifar.py',
     './_base_/datasets/cifar10_bs100.py',
     './_base_/schedules/cifar10_sgd_300e.py',
     './_base_/default_runtime.py',

@@ -1,5 +1,5 @@
 _base_ = [
-    './_base_/models/sa_quadratic_digits.py',
+    './_base_/models/model_sa_quadratic_digits.py',
     './_base_/datasets/digits_bs50.py',
     './_base_/schedules/digits_adamw_30e.py',
     './_base_/default_runtime.py',

@@ -28,7 +28,7 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'test_downstream.py',
         'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
-        'visualization',
+        'visualization/test_plot_attention.py',
     ]
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import os
 import re
+from collections import Counter
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -26,6 +28,8 @@ from mmpretrain.registry import TRANSFORMS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import attncnn_plugin
+from attncnn_plugin import config_path
 from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
@@ -55,6 +59,16 @@ def scope():
 
 def test_every_config_is_in_the_index():
     assert sorted(MODELS) == sorted(path.stem for path in CONFIGS.glob('*.py'))
+
+
+def test_configs_are_found_by_their_names():
+    """By mim, which searches the whole package and refuses two files of one name, and by ``config_path``."""
+    package = Path(attncnn_plugin.__file__).parent
+    found = Counter(name for _, _, names in os.walk(package, followlinks=True) for name in names)
+    files = [path for path in CONFIGS.rglob('*.py') if '_base_' not in path.parts]
+    assert len(files) > 50 and [path.name for path in files if found[path.name] > 1] == []
+    assert len({path.name for path in CONFIGS.rglob('*.py')}) == len(list(CONFIGS.rglob('*.py')))
+    assert all(Path(config_path(path.name)).samefile(path) for path in files)
 
 
 @pytest.fixture(scope='session')

@@ -149,3 +149,9 @@ def test_a_stock_model_refuses_another_structure_as_pytorch_does(name):
     assert follow_state_dict(model, state) and not follow_state_dict(model, state)
     assert torch.equal(torch.random.get_rng_state(), random)
     assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
+
+
+def test_transformers_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    with pytest.raises(ImportError, match=r"needs Hugging Face transformers: pip install 'attncnn_plugin\[hf\]'"):
+        attncnn_plugin.load_hugging_face('folder')

@@ -42,6 +42,10 @@ CHECK = textwrap.dedent("""
         sys.argv = ['attention_explorer.py', *words, '--out', out + '.html']
         runpy.run_path(str(where / '.mim/tools/visualization/attention_explorer.py'), run_name='__main__')
         assert pathlib.Path(out + '.html').stat().st_size > 1e5
+    small = ['train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=20']
+    sys.argv = ['train.py', 'sa_quadratic_digits.py', '--launcher', 'none', '--cfg-options', *small]  # as mim does
+    runpy.run_path(str(where / '.mim/tools/train.py'), run_name='__main__')
+    assert pathlib.Path('work_dirs/sa_quadratic_digits/epoch_1.pth').is_file()
     print('all is well')
 """)
 

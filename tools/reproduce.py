@@ -2,6 +2,7 @@
 """Trains what a table of the documentation needs, and writes its page.
 
   reproduce.py two-phases --data folder --data-root data/images --models ViT 'both phases' --seeds 0
+  reproduce.py --list             # the tables
   reproduce.py C20-1 --list       # what is done and what is left; trains nothing
   reproduce.py T-CNN --smoke      # the whole table on scikit-learn's digits, in a few minutes
 
@@ -48,7 +49,7 @@ OWN = 'train_cfg.max_epochs train_dataloader.dataset.num_images train_dataloader
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('table', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
+    parser.add_argument('table', nargs='?', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
     parser.add_argument('--models', nargs='+', metavar='ROW', help='rows of the table (default: all)')
     parser.add_argument('--seeds', nargs='+', type=int, help='which of the table’s seeds (default: all)')
     parser.add_argument('--data', choices=DATA, help='default: cifar10, with --smoke the digits')
@@ -59,10 +60,12 @@ def parse_args() -> argparse.Namespace:
     jobs = 1 if torch.cuda.is_available() else torch.get_num_threads()
     parser.add_argument('--jobs', type=int, default=jobs, help='trainings at a time (default: cores, with a GPU 1)')
     parser.add_argument('--threads', type=int, default=1, help='of each training (default: 1)')
-    parser.add_argument('--list', action='store_true', help='train nothing')
+    parser.add_argument('--list', action='store_true', help='train nothing; without TABLE: list the tables')
     parser.add_argument('--smoke', action='store_true', help='200 images, two epochs, one seed')
     parser.add_argument('--cfg-options', nargs='+', type=setting, action=DictAction, default={}, help='settings: k=v')
     args = parser.parse_args()
+    if args.table is None and not args.list:
+        parser.error(f'TABLE is needed, one of {", ".join(TABLES)}')
     args.data = args.data or ('digits' if args.smoke else 'cifar10')
     args.out = args.out or Path('work_dirs/reproduce', f'{args.data}_smoke' if args.smoke else args.data)
     if args.data == 'digits' and args.data_root is not None:
@@ -76,8 +79,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    args = parse_args()
+    if args.table is None:
+        return print('\n'.join(f'{name}: {table.title}' for name, table in TABLES.items()))
     try:
-        reproduce(parse_args())
+        reproduce(args)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Attention probabilities of every layer of a model (Cordonnier et al. 2020 (C20), eq. 1 and 8).
 
-A model is any module with the attention of this package inside, an attention layer itself among them, or a vision
-transformer of another library. Images are what its forward pass takes, normalized as in training.
+A model is any module with softmax attention inside, of this package or of others, an attention layer itself among them.
+Images are what its forward pass takes, normalized as in training.
 """
 
 import math
@@ -13,19 +13,21 @@ from functools import partial
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
+from ..heads.choice import Layers, chosen_by
+from ..heads.places import Places
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
-from ..transformers.adapters import find_attention
-from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import images_for, is_vit
+from .recorder import Call, called, no_attention, observe
 
 BATCH_SIZE = 4  # images in a pass
+HIDDEN = 1e-30  # of a probability; a mask of −100 leaves less
 CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
 
 Grid = Tuple[int, int]
@@ -98,33 +100,41 @@ class MeanAttention:
 
 
 def mean_attention(
-    model: nn.Module, images: Optional[Tensor] = None, size: Optional[Sequence[int]] = None, part: str = 'all'
+    model: nn.Module,
+    images: Any = None,
+    size: Optional[Sequence[int]] = None,
+    part: str = 'all',
+    layers: Layers = None,
+    call: Call = None,
 ) -> Dict[str, MeanAttention]:
     """Returns the attention probabilities of every layer of a model, mean over images, on the CPU.
 
     Probabilities that depend only on position are computed in float64. The model runs in evaluation mode, and stays as
     it was.
 
-    Of vision transformers of other libraries it is the attention of patches to patches, renormalized to 1, and 0
-    between windows. Class tokens, registers and the padding of windows are left out.
+    Of attention of other libraries it is that of patches to patches, renormalized to 1, and 0 between windows. Class
+    tokens, registers and the padding of windows are left out; so is attention whose queries and keys are not the same
+    patches, such as that of class tokens alone, of pooled keys or over channels.
 
     Args:
-        model (nn.Module): A model with attention of this package, or a vision transformer of another library, or one
-            with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3, ConViT, Swin and their relatives.
-        images (Tensor, optional): ``(B, C, H, W)``, at least one; give a single one for its own attention. Without
-            images there has to be a ``size``.
+        model (nn.Module): A model with softmax attention, of this package or of others.
+        images (Tensor | Mapping, optional): ``(B, C, H, W)``, or keyword arguments with batches of these, at least one
+            image; give a single one for its own attention. Without images there has to be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
             depends on content.
         part (str): ``'all'``, or ``'position'``: the term that depends only on position, v·r_δ of C20's eq. 8 or the
             position bias of CMHSA, or q·r_δ in layers without one. Defaults to ``'all'``.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all.
+        call (Callable, optional): ``call(model, images)`` runs the model. Defaults to None, ``model(images)``.
 
     Returns:
-        dict[str, MeanAttention]: By the layer's name in the model, in the order of the blocks.
+        dict[str, MeanAttention]: By the layer's name in the model, in the order of the forward pass.
 
     Raises:
-        ValueError: No attention in the model, as in a CMHSA in the convolution phase, or a layer that the images do not
-            reach; both images and a size, or neither; a size where scores depend on content; a part of a vision
-            transformer of another library, or one that is built in another way.
+        ValueError: No attention between patches, as in a CMHSA in the convolution phase, or a layer that the images do
+            not reach; both images and a size, or neither; a size where scores depend on content; a part of attention
+            of another library.
 
     Examples:
         >>> import timm, attncnn_plugin
@@ -135,29 +145,33 @@ def mean_attention(
     """
     if part not in ('all', 'position'):
         raise ValueError(f"part={part!r} is unknown: choose 'all' or 'position'")
-    if is_other_vit(model):
+    if not has_own_attention(model):
         if images is None or size is not None or part != 'all':
             raise ValueError(
                 f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends '
                 'on images, which say the grid, and has no parts: give only images'
             )
-        return _maps_of_vit(model, images)
-    layers = attention_layers(model)
+        return _maps_of_patches(model, images, layers, call)
+    own_layers = {name: layer for name, layer in attention_layers(model).items() if chosen_by(layers)(name)}
     by_images = {
         name: layer
-        for name, layer in layers.items()
+        for name, layer in own_layers.items()
         if layer.depends_on_content and not (part == 'position' and layer.has_position_scores)
     }
-    grids = grids_of_layers(model, layers, images, size)
-    maps = maps_of_images(model, by_images, images, part)
-    for name in layers.keys() - by_images:
-        exact = position_maps(layers[name], grids[name])
+    grids = grids_of_layers(model, own_layers, images, size, call)
+    maps = maps_of_images(model, by_images, images, part, call)
+    for name in own_layers.keys() - by_images:
+        exact = position_maps(own_layers[name], grids[name])
         maps[name] = replace(exact, probs=exact.probs.float())
-    return {name: maps[name] for name in layers}
+    return {name: maps[name] for name in own_layers}
 
 
 def grids_of_layers(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], size: Optional[Sequence[int]]
+    model: nn.Module,
+    layers: Mapping[str, AttentionLayer],
+    images: Optional[Tensor],
+    size: Optional[Sequence[int]],
+    call: Call = None,
 ) -> Dict[str, Grid]:
     """Returns height and width of the keys of each layer, by one of the images or as they are given."""
     if (images is None) == (size is None):
@@ -166,7 +180,9 @@ def grids_of_layers(
         height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
         return dict.fromkeys(layers, (height, width))
     grids: Dict[str, Grid] = {}
-    visit_layers(model, images[:1], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}))
+    visit_layers(
+        model, in_batches(images, 1)[0], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}), call
+    )
     return grids
 
 
@@ -182,7 +198,7 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
 
 
 def maps_of_images(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str
+    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str, call: Call = None
 ) -> Dict[str, MeanAttention]:
     """Returns the mean over images of a part of the attention of layers whose scores depend on content."""
     if images is None:
@@ -193,7 +209,7 @@ def maps_of_images(
             )
         return {}
     means = ImageMeans()
-    grids: Dict[str, Grid] = {}
+    grids: Dict[str, Any] = {}
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         grids[name] = layer.grid_of(x)
@@ -202,10 +218,10 @@ def maps_of_images(
             probs = probs_of_scores(scores_of(some), grids[name])
             means.add(name, probs, relative_entropy_of_maps(probs))
 
-    for batch in images.split(BATCH_SIZE) if layers else ():
-        visit_layers(model, batch, layers, add)
+    for batch in in_batches(images, BATCH_SIZE) if layers else ():
+        visit_layers(model, batch, layers, add, call)
     return {
-        name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, len(images), entropy.cpu())
+        name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, number_of(images), entropy.cpu())
         for name, (probs, entropy) in means.items()
     }
 
@@ -228,6 +244,18 @@ class ImageMeans:
         return [(key, [value / self._counts[key] for value in sums]) for key, sums in self._sums.items()]
 
 
+def number_of(images: Any) -> int:
+    """Returns how many images a tensor has, or the first of a mapping."""
+    return len(next(iter(images.values())) if isinstance(images, Mapping) else images)
+
+
+def in_batches(images: Any, size: int) -> Sequence[Any]:
+    """Returns images, or a mapping of tensors of them, in batches of at most ``size``."""
+    if not isinstance(images, Mapping):
+        return images.split(size)
+    return [dict(zip(images, parts)) for parts in zip(*(own.split(size) for own in images.values()))]
+
+
 def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
     """Returns inputs of a layer in parts of a few images, whose scores take 64 MiB at most, or of one image."""
     keys = math.prod(layer.grid_of(x))
@@ -240,32 +268,52 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 
 
 @torch.no_grad()
-def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, MeanAttention]:
+def _maps_of_patches(model: nn.Module, images: Tensor, layers: Layers, call: Call) -> Dict[str, MeanAttention]:
     means = ImageMeans()
-    places: Dict[str, Tuple[TokenPlaces, float]] = {}  # and the largest entropy there
+    found: Dict[str, Tuple[Grid, bool]] = {}  # the grid, and whether queries see only the keys of a window
+    others: Dict[str, Tuple[int, ...]] = {}
 
-    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        own, prefix_mass = where.of_patches(probs.float())
-        entropy, largest = where.entropies(own)
-        means.add(name, own, entropy, prefix_mass)
-        places[name] = where, max(largest, torch.finfo(torch.float).tiny)
+    def add(name: str, probs: Tensor, places: Places) -> None:
+        if not probs.isfinite().all():
+            raise ValueError(
+                f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images '
+                'must be'
+            )
+        in_windows = places.are_windows
+        for some, of_some in places.by_image(probs) if in_windows else [(probs, places)]:
+            on_grid = of_some.on_grid(some)
+            if on_grid is None or on_grid[0].shape[-1] < 2:
+                others[name] = tuple(probs.shape)
+                return
+            whole, grid = on_grid
+            found[name] = grid, in_windows
+            total = whole.sum(-1, keepdim=True)
+            own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
+            entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
+            largest = math.log(own.shape[-1])
+            if in_windows:
+                seen = (own.amax((0, 1)) > HIDDEN).sum(-1)  # keys of each query
+                largest = seen.clamp(min=1).double().log().mean().item()
+            relative = (entropy / max(largest, torch.finfo(torch.float).tiny)).clamp(max=1)
+            means.add(name, own, entropy, relative, 1 - total.squeeze(-1).mean(-1))
 
-    for batch in images.split(BATCH_SIZE):
-        visit_vit_attention(model, batch, add)
-    maps = {}
-    for name, values in means.items():
-        own, entropy, prefix_mass = (value.cpu() for value in values)
-        where, largest = places[name]
-        maps[name] = MeanAttention(
-            probs=where.on_grid(own),
-            grid=where.grid,
-            num_images=len(images),
-            relative_entropy=(entropy / largest).clamp(max=1),
-            entropy=entropy,
-            prefix_mass=prefix_mass,
-            in_windows=where.windows is not None,
+    model = unwrap_model(model)
+    for batch in in_batches(images, BATCH_SIZE):
+        observe(model, batch, add, layers, call)
+    if not found:
+        raise no_attention(model, others)
+    return {
+        name: MeanAttention(
+            probs=probs.cpu(),
+            grid=found[name][0],
+            num_images=number_of(images),
+            relative_entropy=relative.cpu(),
+            entropy=entropy.cpu(),
+            prefix_mass=left_out.cpu(),
+            in_windows=found[name][1],
         )
-    return maps
+        for name, (probs, entropy, relative, left_out) in means.items()
+    }
 
 
 def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
@@ -283,7 +331,7 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     if not layers:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition), and is no vision transformer of another library'
+            'convolution phase gets them with its transition)'
         )
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
@@ -291,20 +339,9 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     return layers
 
 
-def is_other_vit(model: nn.Module) -> bool:
-    """Says whether a model has the attention of another library's vision transformer, and none of this package."""
-    return is_vit(model) and not any(isinstance(module, AttentionLayer) for module in model.modules())
-
-
-def shown_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the modules whose :func:`mean_attention` there are, by name, each with ``num_heads``.
-
-    Raises:
-        ValueError: The model has none.
-    """
-    if is_other_vit(model):
-        return {attention.name: attention.module for attention in find_attention(model)}
-    return dict(attention_layers(model))
+def has_own_attention(model: nn.Module) -> bool:
+    """Says whether a model has attention of this package."""
+    return any(isinstance(module, AttentionLayer) for module in model.modules())
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:
@@ -327,12 +364,13 @@ def layer_labels(names: Iterable[str]) -> Dict[str, str]:
 
 @torch.no_grad()
 def visit_layers(
-    model: nn.Module, images: Tensor, layers: Mapping[str, nn.Module], visit: Callable[[str, Any, Tensor], None]
+    model: nn.Module,
+    images: Tensor,
+    layers: Mapping[str, nn.Module],
+    visit: Callable[[str, Any, Tensor], None],
+    call: Call = None,
 ) -> None:
     """Calls ``visit(name, layer, x)`` with the input of each layer in one pass of the images, in evaluation mode.
-
-    Of a detector, or another model whose forward pass asks for more than images, the ``forward_features`` of its
-    network runs.
 
     Raises:
         ValueError: A layer that the model does not run on images.
@@ -354,19 +392,6 @@ def visit_layers(
     with evaluating(model), ExitStack() as stack:
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        features_of(model, set(layers.values()))(images_for(model, images))
+        called(model, images, call)
     for name in sorted(layers.keys() - seen):
         raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
-
-
-def features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
-    """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network.
-
-    Of one of timm the ``forward_head`` follows, which has convolutions in MobileNets.
-    """
-    for module in model.modules():
-        forward_features = getattr(module, 'forward_features', None)
-        if callable(forward_features) and set(layers) <= set(module.modules()):
-            forward_head = getattr(module, 'forward_head', nn.Identity())
-            return lambda images: forward_head(forward_features(images))
-    return model

@@ -121,7 +121,7 @@ def _relative(left: Tensor, whole: Tensor) -> float:
 def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
     """Returns the pixel that each query of a grid sees at a shift, ``(Q,)``."""
     # A 3x3 kernel dilated by |δ| has the shift δ.
-    window = same_window((3, 3), padding_mode, dilation=(max(abs(shift[0]), 1), max(abs(shift[1]), 1)))
+    window = same_window((3, 3), padding_mode, dilation=(abs(shift[0]), abs(shift[1])))
     return targets(window, size)[window.shifts().tolist().index(list(shift))]
 
 

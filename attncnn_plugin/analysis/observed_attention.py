@@ -5,20 +5,23 @@ from functools import partial
 from typing import Any, Dict, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.heads import PrunableHeads
+from ..heads.choice import module_in
+from ..heads.places import Places
+from ..heads.seen import watching
 from ..pruning.criteria import ObservedAttention
 from ..pruning.prune import Heads
-from ..transformers.attention import visited_attention
 from .layer_maps import few_images
 
 
 @contextmanager
-def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, ObservedAttention]]:
-    """Collects the attention of layers in every pass inside.
+def observed_attention(model: nn.Module, layers: Mapping[str, Heads]) -> Iterator[Dict[str, ObservedAttention]]:
+    """Collects the attention of layers in every pass of a model inside.
 
     Args:
+        model (nn.Module): The model.
         layers (Mapping[str, PrunableHeads | TransformerHeads]): By name, some of
             :func:`~attncnn_plugin.pruning.prunable_heads` that depend on content.
 
@@ -30,26 +33,25 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
         >>> import timm, torch
         >>> from attncnn_plugin.pruning import prunable_heads
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1).eval()
-        >>> with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+        >>> with torch.no_grad(), observed_attention(model, prunable_heads(model)) as observed:
         ...     logits = model(torch.rand(2, 3, 32, 32))
         >>> observed['blocks.0.attn'].mean('entropy').shape
         torch.Size([3])
     """
     observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
+    watched = [name for name, layer in layers.items() if layer.num_heads and not isinstance(layer, PrunableHeads)]
+
+    def visit(name: str, probs: Tensor, places: Places) -> None:
+        observed[str(module_in(name, watched))].add(probs.float())
+
     with ExitStack() as stack:
+        if watched:
+            stack.enter_context(watching(model, visit, lambda name: module_in(name, watched) is not None))
         stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for name, layer in layers.items():
-            if layer.num_heads == 0:
-                continue
-            if isinstance(layer, PrunableHeads):
+            if layer.num_heads and isinstance(layer, PrunableHeads):
                 stack.callback(layer.register_forward_pre_hook(partial(_see_scores, observed[name])).remove)
-            else:
-                stack.enter_context(visited_attention(layer, partial(_see_probs, observed[name])))
         yield observed
-
-
-def _see_probs(observed: ObservedAttention, probs: Tensor, places: Any) -> None:
-    observed.add(probs.float())
 
 
 def _see_scores(observed: ObservedAttention, layer: Any, args: Any) -> None:

@@ -1,9 +1,9 @@
 """The attention that a model computes on its inputs, and its rollout from the first layer to the last."""
 
 import dataclasses
+import types
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.utils import unwrap_model
@@ -14,18 +14,13 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.patches import PatchAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import shown
+from ..heads.choice import Layers, chosen_by
 from ..heads.places import Places, cells, flat
-from ..heads.seen import Attention, FunctionsSeen, watching
+from ..heads.seen import Attention, FunctionsSeen, Visit, watching
 from ..pruning.prune import split_heads
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
-Layers = Union[str, Iterable[str], Callable[[str], bool], None]
 Call = Optional[Callable[[nn.Module, Any], Any]]
-WHAT_IS_SEEN = (
-    'attention is seen where PyTorch computes it: by scaled_dot_product_attention, or by a softmax whose result '
-    'multiplies values. Linear attention, mixers and convolutions have none; scripted modules and kernels outside of '
-    'PyTorch, such as those of flash_attn, hide it'
-)
 
 
 def attention_maps(
@@ -79,7 +74,7 @@ def attention_maps(
             'AttentionRecorder, which has all passes'
         )
     if not recorder.passes:
-        raise ValueError(f'no attention of a {type(recorder.model).__name__} was seen for these inputs: {WHAT_IS_SEEN}')
+        raise no_attention(recorder.model)
     return recorder.passes[0]
 
 
@@ -151,25 +146,14 @@ class AttentionRecorder:
         if self.reduce != 'class_token' or not own:
             return
         token = token_read(functions, output) if functions.whole else None
-        for name, (rows, numbers) in own.items():
-            index = [] if token is None else (numbers == token).nonzero().flatten().tolist()
-            if not index:
+        for name, rows in own.items():
+            if token not in rows:
                 what = 'reads no single token' if token is None else f'reads a token that is not in {name}'
                 raise ValueError(
                     f"reduce='class_token', but a {type(self.model).__name__} {what}: choose layers that have the "
                     'token, or give a function, such as lambda probs: probs.mean(2), the mean over queries'
                 )
-            own[name] = rows[:, :, index[0]].clone()
-
-
-def chosen_by(layers: Layers) -> Callable[[str], bool]:
-    """Returns a function that says whether names, globs or a function choose attention of a name."""
-    if layers is None or callable(layers):
-        return layers or (lambda name: True)  # type: ignore[return-value]
-    globs = [layers] if isinstance(layers, str) else list(layers)
-    if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f'layers={shown(layers)} must be names, globs such as "blocks.1?.*", or a function of a name')
-    return lambda name: any(fnmatchcase(own, glob) for glob in globs for own in (name, name.partition('#')[0]))
+            own[name] = rows[token]
 
 
 def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
@@ -190,12 +174,24 @@ def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
     return model(brought(inputs))
 
 
-def beside_the_grid(probs: Tensor, places: Places) -> Tuple[Tensor, Tensor]:
-    """Returns the probabilities of the queries that are no places, and their numbers, ``(n,)``."""
-    if places.queries is None:
-        return probs[:, :, :0], torch.empty(0)
-    numbers = places.queries[0]
-    return probs[:, :, numbers < 0].clone(), numbers[numbers < 0]
+@torch.no_grad()
+def observe(model: nn.Module, inputs: Any, visit: Visit, layers: Layers = None, call: Call = None) -> Optional[float]:
+    """Runs a model in evaluation mode, calls ``visit`` as :func:`~attncnn_plugin.heads.seen.watching` does.
+
+    Returns:
+        float | None: The number of the token that the model reads; None for several or none.
+    """
+    read: List[Optional[float]] = []
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with evaluating(model), watching(model, visit, chosen_by(layers), end=end):
+        called(model, inputs, call)
+    return read[-1] if read else None
+
+
+def beside_the_grid(probs: Tensor, places: Places) -> Dict[float, Tensor]:
+    """Returns what tokens beside the grid give to all, ``(B, N_h, K)``, by their numbers."""
+    numbers = [] if places.queries is None else places.queries[0].tolist()
+    return {number: probs[:, :, index].clone() for index, number in enumerate(numbers) if number < 0}
 
 
 def token_read(functions: FunctionsSeen, output: Any) -> Optional[float]:
@@ -208,6 +204,24 @@ def token_read(functions: FunctionsSeen, output: Any) -> Optional[float]:
         if own.ndim == 2 and numbers is not None and numbers[0, 0] < 0:
             return float(numbers[0, 0])
     return None
+
+
+def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> ValueError:
+    """Returns the refusal of a model without attention that is seen, or with none but ``others``, of these shapes."""
+    if others:
+        shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
+        return ValueError(
+            f'no attention of a {type(model).__name__} is between all patches of a grid: its shapes are {shapes}; '
+            'attention_maps returns it as it is computed'
+        )
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    return ValueError(
+        f'no attention of a {type(model).__name__} was seen for these inputs. It is seen where PyTorch computes it, by '
+        'scaled_dot_product_attention or a softmax whose result multiplies values'
+        + (f'; {scripted[0] or "the model"} is scripted, which hides it' if scripted else '')
+        + '. Convolutions, mixers and linear attention have none, nor have layers without heads, or a CMHSA in the '
+        'convolution phase'
+    )
 
 
 def reduced(reduce: Any, probs: Tensor) -> Tensor:
@@ -260,23 +274,21 @@ def rollout(
         torch.Size([2, 4, 4])
     """
     model = unwrap_model(model)
-    rolled, read = Rollout(), []
-    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-    with evaluating(model):
-        if target is None:
+    rolled = Rollout()
 
-            def visit(name: str, probs: Tensor, places: Places) -> None:
-                keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
-                rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
+    def visit(name: str, probs: Tensor, places: Places) -> None:
+        keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
+        rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
 
-            with watching(model, visit, end=end):
-                called(model, inputs, call)
-        else:
-            for name, weights, places in _weighted_by_gradients(model, inputs, target, call, end):
-                rolled.add(name, weights, 1.0, places)
+    if target is None:
+        token = observe(model, inputs, visit, call=call)
+    else:
+        layers, token = _weighted_by_gradients(model, inputs, target, call)
+        for name, weights, places in layers:
+            rolled.add(name, weights, 1.0, places)
     if rolled.joint is None:
-        raise ValueError(f'no attention of a {type(model).__name__} was seen for these inputs: {WHAT_IS_SEEN}')
-    return rolled.on_grid(read[-1] if read else None, grid)
+        raise no_attention(model)
+    return rolled.on_grid(token, grid)
 
 
 class Rollout:
@@ -292,7 +304,7 @@ class Rollout:
     def __init__(self) -> None:
         self.joint: Optional[Tensor] = None
         self.tokens: Optional[Tensor] = None
-        self.first: Optional[Tensor] = None
+        self.first: Any = None
         self.pooled: Optional[Tensor] = None
 
     def add(self, name: str, weights: Tensor, keep: float, places: Places) -> None:
@@ -313,7 +325,7 @@ class Rollout:
         assert self.joint is not None
         if weights.shape[1] == number:
             self.joint = weights @ self.joint + keep * self.joint
-        elif queries is not None and keys is not None and (queries[:, None] == keys).any(1).all():
+        elif queries is not None and keys is not None and ((queries[:, None] == keys) & (keys < 0)).any(1).all():
             rows = (queries[:, None] == keys).long().argmax(1)  # tokens that attend to all, as class tokens do
             self.joint = self.joint.index_copy(1, rows, weights @ self.joint + keep * self.joint[:, rows])
         elif weights.shape[1] < number and (queries is None or (queries <= 0).all()):
@@ -340,8 +352,8 @@ class Rollout:
     def _other(self, name: str, number: Any) -> ValueError:
         assert self.joint is not None
         return ValueError(
-            f'{name} has attention of {number} tokens in batches of other tokens than the {self.joint.shape[1]} before: '
-            'a rollout needs the same tokens in all layers; use attention_maps'
+            f'{name} has attention of {number} tokens that are not the {self.joint.shape[1]} of the layers before: a '
+            'rollout needs the same tokens in all layers; use attention_maps'
         )
 
     def on_grid(self, token: Optional[float], grid: Optional[Tuple[int, int]]) -> Tensor:
@@ -376,14 +388,15 @@ class Rollout:
 
 
 def _weighted_by_gradients(
-    model: nn.Module, inputs: Any, target: Any, call: Call, end: Callable[[FunctionsSeen, Any], None]
-) -> Iterator[Tuple[str, Tensor, Places]]:
-    """Yields the name of each layer, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, and its places."""
+    model: nn.Module, inputs: Any, target: Any, call: Call
+) -> Tuple[List[Tuple[str, Tensor, Places]], Optional[float]]:
+    """Returns names, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, places, and the token read."""
     maps: Dict[str, Tuple[Tensor, Places]] = {}
     changes: Dict[str, Tuple[Attention, Tensor]] = {}
-    own_layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
+    own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     own_inputs: Dict[str, Tensor] = {}
     own_outputs: Dict[str, Tensor] = {}
+    read: List[Optional[float]] = []
 
     def touch(attention: Attention, output: Tensor) -> Tensor:
         """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
@@ -404,6 +417,8 @@ def _weighted_by_gradients(
             output_of = lambda module, args, name=name: see_heads(name, module, args)  # noqa: E731
             stack.enter_context(layer.output.register_forward_pre_hook(output_of))
         visit = lambda name, probs, places: maps.update({name: (probs, places)})  # noqa: E731
+        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+        stack.enter_context(evaluating(model))
         stack.enter_context(watching(model, visit, touch=touch, end=end))
         copied = copied_for_gradients(inputs)
         logits = called(model, copied, call)
@@ -418,7 +433,10 @@ def _weighted_by_gradients(
             )
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
         seen = [change for _, change in changes.values()] + list(own_outputs.values())
+        if not seen:
+            raise no_attention(model)
         gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
+    found = []
     for name, (probs, places) in maps.items():
         gradient = gradients.get(name)
         if name in changes and gradient is not None:
@@ -430,8 +448,8 @@ def _weighted_by_gradients(
             of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
         else:  # it does not reach the logits, or has no heads
             of_probs = torch.zeros_like(probs)
-        weights = (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1)
-        yield name, weights, places
+        found.append((name, (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1), places))
+    return found, read[-1] if read else None
 
 
 def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:

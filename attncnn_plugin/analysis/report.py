@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.positions import GaussianHeads
+from ..attention.window import shown
 from ..change import table
 from ..convert import Expressibility
+from ..heads.choice import Layers, chosen_by
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     MeanAttention,
     attention_layers,
     grids_of_layers,
-    is_other_vit,
+    has_own_attention,
     maps_of_images,
     mean_attention,
     position_maps,
@@ -38,6 +40,7 @@ from .nearest_convolution import (
     kind_of_layer,
     size_text,
 )
+from .recorder import Call
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
@@ -48,7 +51,11 @@ MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'dege
 
 
 def head_report(
-    model: nn.Module, images: Optional[Tensor] = None, size: Optional[Sequence[int]] = None
+    model: nn.Module,
+    images: Optional[Tensor] = None,
+    size: Optional[Sequence[int]] = None,
+    layers: Layers = None,
+    call: Call = None,
 ) -> 'HeadReport':
     """Reports what the heads of each layer of a model do.
 
@@ -60,12 +67,11 @@ def head_report(
     Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
     interior queries. Where probabilities depend on content, no head is called degenerate.
 
-    Of vision transformers of other libraries it is the attention of patches to patches. The values of the heads do
+    Of other libraries it is the attention of patches to patches, see :func:`mean_attention`. The values of the heads do
     not count there: in the errors of convolutions each head has an output of its own.
 
     Args:
-        model (nn.Module): A model with attention of this package, an attention layer itself among them, or a vision
-            transformer of another library.
+        model (nn.Module): A model with softmax attention, of this package or of others; a layer itself among them.
         images (Tensor, optional): ``(B, C, H, W)``, as the model takes them, at least one. Without images there has to
             be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
@@ -75,6 +81,7 @@ def head_report(
         HeadReport: The reports of the layers, in the order of the blocks.
 
     Raises:
+        TypeError: ``images`` is no tensor.
         ValueError: No attention in the model; both images and a size, or neither; without images, a layer without a
             part that depends only on position; an image too small for a layer's window, or not of two axes; parameters
             that are not finite.
@@ -94,17 +101,19 @@ def head_report(
         blocks.0.attn position (6, 6) 2
         blocks.0.attn images (6, 6) 2
     """
-    if is_other_vit(model):
-        maps = mean_attention(model, images, size)
+    if images is not None and not isinstance(images, Tensor):
+        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W): give the size of a grid as size=…')
+    if not has_own_attention(model):
+        maps = mean_attention(model, images, size, layers=layers, call=call)
         return HeadReport(tuple(layer_report(maps[name], name) for name in maps))
-    layers = attention_layers(model)
-    grids = grids_of_layers(model, layers, images, size)
-    by_content = {name: layer for name, layer in layers.items() if layer.depends_on_content}
+    own_layers = {name: layer for name, layer in attention_layers(model).items() if chosen_by(layers)(name)}
+    grids = grids_of_layers(model, own_layers, images, size, call)
+    by_content = {name: layer for name, layer in own_layers.items() if layer.depends_on_content}
     by_query = {name: layer for name, layer in by_content.items() if not layer.has_position_scores}  # q·r_δ
-    of_queries = maps_of_images(model, by_query, images, 'position')
-    whole = {} if images is None else maps_of_images(model, by_content, images, 'all')
+    of_queries = maps_of_images(model, by_query, images, 'position', call)
+    whole = {} if images is None else maps_of_images(model, by_content, images, 'all', call)
     reports = []
-    for name, layer in layers.items():
+    for name, layer in own_layers.items():
         # One layer at a time: the maps of all of them in float64 can be gigabytes.
         own = of_queries.get(name) or position_maps(layer, grids[name])
         reports.append(dataclasses.replace(layer_report(own, name, layer), attention='position'))

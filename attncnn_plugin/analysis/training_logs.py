@@ -1,6 +1,7 @@
 """Logs of trainings as numbers: scalars by step, and the centres of heads (Cordonnier et al. 2020, Figure 3).
 
-The logs are those of mmengine's local backend, ``dict(type='LocalVisBackend')``, which every config has by default.
+The logs are those of mmengine's local backend, ``dict(type='LocalVisBackend')``, which every config has by default:
+``scalars.json``, and ``attention.json`` of this package's hooks beside it.
 """
 
 import json
@@ -95,7 +96,8 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
 def _read_file(path: Path) -> Dict[str, Dict[float, float]]:
     """Returns the scalars of a file by name and step."""
     scalars: Dict[str, Dict[float, float]] = {}
-    for text in path.read_text().splitlines():
+    beside = path.with_name('attention.json')
+    for text in '\n'.join(file.read_text() for file in (path, beside) if file.is_file()).splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:

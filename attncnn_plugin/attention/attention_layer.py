@@ -1,6 +1,7 @@
 """The interface that all attention layers of the package share, for those who look at heads."""
 
 import copy
+import math
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -70,9 +71,9 @@ class AttentionLayer(nn.Module):
         """Returns :meth:`attention_probs`, computed in float64 throughout, on the CPU."""
         return copy.deepcopy(self).cpu().double().attention_probs(size)
 
-    def grid_of(self, x: Tensor) -> Tuple[int, int]:
+    def grid_of(self, x: Tensor) -> Tuple[int, ...]:
         """Returns height and width of the grid of keys of an input, tokens ``(B, H, W, D)``."""
-        return x.shape[1], x.shape[2]
+        return tuple(x.shape[1:3])
 
     def attention_scores(self, x: Tensor) -> Tensor:
         """Returns all scores of an input, ``(B, N_h, Q, K)``, at least float32, those of a null key last.
@@ -84,10 +85,10 @@ class AttentionLayer(nn.Module):
     @torch.no_grad()
     def probs_of(self, x: Tensor) -> Tensor:
         """Returns the probabilities for an input, without a null key, ``(B, N_h, Q, K)``, at least float32."""
-        height, width = self.grid_of(x)
+        size = self.grid_of(x)
         if self.depends_on_content:
-            return softmax(self.attention_scores(x))[..., : height * width]
-        return self.attention_probs((height, width)).expand(len(x), -1, -1, -1)
+            return softmax(self.attention_scores(x))[..., : math.prod(size)]
+        return self.attention_probs(size).expand(len(x), -1, -1, -1)
 
     def content_scores(self, x: Tensor) -> Tensor:
         """Returns the scores without position, q·k/√D, without a null key, ``(B, N_h, H*W, H*W)``."""

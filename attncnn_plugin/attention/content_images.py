@@ -104,7 +104,8 @@ class ContentImageAttention(ImageAttention):
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
-        if self.window_size is None:
+        # The number of tiles would limit the sizes of an exported graph.
+        if self.window_size is None or any(isinstance(pixels, torch.SymInt) for pixels in size):
             return None
         queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
         padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]
@@ -173,7 +174,7 @@ class ContentImageAttention(ImageAttention):
         """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
         if isinstance(self.encoding, QuadraticEncoding):
             return over_axes([self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)])
-        table = at_least_float32(self.encoding.weight).contiguous()
+        table = at_least_float32(self.encoding.weight[:, 0]).contiguous()
         axes = zip(shifts, table.shape[1:], table.stride()[1:])
         places = [(shift + n // 2).clamp(0, n - 1)[None] * step for shift, n, step in axes]
         return table.flatten(1)[:, over_axes(places)[0]]

@@ -4,12 +4,12 @@ import contextlib
 import functools
 import itertools
 import operator
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..change import Successor
+from ..change import Successor, is_plain, succession
 from .attention_layer import AttentionLayer
 from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
 
@@ -68,14 +68,13 @@ class PrunableHeads(Restructurable, AttentionLayer):
             ValueError: A head that is not there, or all of them.
         """
         heads = check_heads(heads, self.num_heads, allow_empty)
-        computed = self.head_parameters().keys() - dict(self.named_parameters(remove_duplicate=False))
-        if computed:
-            raise TypeError(
-                f'heads cannot be removed from a {type(self).__name__}: its {min(computed)} is no parameter of its '
-                'own: remove the parametrization first'
-            )
+        layout = {name: (dim, sum(self._widths(entries))) for name, (dim, entries) in self.head_parameters().items()}
+        reason = not_alone(self, layout)
+        if reason is not None:
+            raise TypeError(f'heads cannot be removed from a {type(self).__name__}: {reason}')
         return heads
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
         """Removes heads; the layer computes what it did with their output at zero. Returns what replaced parameters.
@@ -87,8 +86,9 @@ class PrunableHeads(Restructurable, AttentionLayer):
             allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
 
         Raises:
-            TypeError: Something computes the weights of the heads, such as an adapter.
-            ValueError: A head that is not there, or all of them.
+            TypeError: Something computes the weights of the heads, such as an adapter, or they are quantized.
+            ValueError: A head that is not there, or all of them; a parameter has a hook or an attribute that may not
+                fit the new one.
         """
         heads = self.check_heads(heads, allow_empty)
         kept = [head for head in range(self.num_heads) if head not in heads]
@@ -100,54 +100,61 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """Notes that the layer has only these of its heads from now on."""
         self.num_heads = len(heads)
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the number of heads of a state dict."""
-        num_heads = self._heads_in(state_dict, prefix)
-        return num_heads is not None and self._set_heads(num_heads)
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the number of heads in a state dict; None for that of the layer, or where not all has heads.
 
-    def _set_heads(self, num_heads: int) -> bool:
-        """Gives the layer a number of heads with values that are yet to be loaded; says whether it had another."""
-        if num_heads == self.num_heads:
-            return False
-        self.num_heads = num_heads
-        self._resize_heads()
-        return True
+        Raises:
+            StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
+        """
+        own = dict(self.named_parameters(remove_duplicate=False))
+        places = {name: (*place, own.get(name)) for name, place in self.head_parameters().items()}
+        number = heads_in(state_dict, prefix, places, self.built_heads)
+        return None if number == self.num_heads else number
 
-    def _resize_heads(self) -> None:
-        """Gives each parameter the entries that the heads have now, all 0."""
+    def take_structure(self, structure: Any) -> None:
+        """Takes a number of heads, all 0 until they are loaded. The parameters stay the same objects."""
+        self.num_heads = structure
         for name, (dim, entries) in self.head_parameters().items():
             resize_parameter(self, name, dim, sum(self._widths(entries)))
 
     def _widths(self, entries: Any) -> Sequence[int]:
         return [entries] * self.num_heads if isinstance(entries, int) else entries
 
-    def _heads_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
-        """Returns the number of heads in a state dict; None where it has not all of their parameters.
 
-        Raises:
-            StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
-        """
-        counts, parameters = {}, dict(self.named_parameters(remove_duplicate=False))
-        for name, (dim, entries) in self.head_parameters().items():
-            loaded, own = state_dict.get(prefix + name), parameters.get(name)
-            if loaded is None or own is None:  # or something computes it, as a parametrization or an adapter
-                continue
-            heads, rest = divmod(loaded.shape[dim], entries) if loaded.ndim == own.ndim else (0, 1)
-            if rest or loaded.movedim(dim, 0).shape[1:] != own.movedim(dim, 0).shape[1:]:
-                raise StructureError(
-                    f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
-                    f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
-                    'kind of attention; build it as the one that was saved'
-                )
-            counts[name] = heads
-        if len(set(counts.values())) > 1:
+def heads_in(
+    state_dict: StateDict, prefix: str, places: Mapping[str, Tuple[int, Any, Optional[Tensor]]], built_heads: int
+) -> Optional[int]:
+    """Returns the number of heads in a state dict; None where it has not all of their parameters.
+
+    Args:
+        places (Mapping[str, tuple[int, int, Tensor | None]]): Of each parameter with entries for heads, by name, their
+            dimension, the entries of a head, and the parameter itself, None if something computes it.
+        built_heads (int): The most that the module can have.
+
+    Raises:
+        StructureError: Shapes that no number of heads explains, or more heads than the module was built with.
+    """
+    counts = {}
+    for name, (dim, entries, own) in places.items():
+        loaded = state_dict.get(prefix + name)
+        if not isinstance(loaded, Tensor) or own is None:
+            continue
+        heads, rest = divmod(loaded.shape[dim], entries) if loaded.ndim == own.ndim else (0, 1)
+        if rest or loaded.movedim(dim, 0).shape[1:] != own.movedim(dim, 0).shape[1:]:
             raise StructureError(
-                f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
-                f'heads, {counts}: it is damaged, or its heads have other widths than those of the model'
+                f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
+                f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
+                'kind of attention; build it as the one that was saved'
             )
-        if counts and max(counts.values()) > self.built_heads:
-            raise too_many_heads(prefix, max(counts.values()), self.built_heads)
-        return next(iter(counts.values()), None) if len(counts) == len(self.head_parameters()) else None
+        counts[name] = heads
+    if len(set(counts.values())) > 1:
+        raise StructureError(
+            f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
+            f'heads, {counts}: it is damaged, or its heads have other widths than those of the model'
+        )
+    if counts and max(counts.values()) > built_heads:
+        raise too_many_heads(prefix, max(counts.values()), built_heads)
+    return next(iter(counts.values()), None) if len(counts) == len(places) else None
 
 
 def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List[int]:
@@ -168,15 +175,38 @@ def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List
     return heads
 
 
+def not_alone(module: nn.Module, layout: Mapping[str, Tuple[int, int]]) -> Optional[str]:
+    """Returns why entries cannot be taken from parameters, by name; None where they can.
+
+    ``layout`` has the dimension of heads of each, and how many entries it has there.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for name, (dim, entries) in layout.items():
+        own: Any = named.get(name)
+        if own is None:
+            return (
+                f'its {name} is no parameter of its own: remove the parametrization or the mask first, merge an '
+                "adapter (merge_and_unload() of peft's), or prune before you quantize"
+            )
+        if not is_plain(own) or not own.is_floating_point():
+            kind = f'{type(own).__name__} of {own.dtype}'
+            return f'its {name} is a {kind}, not a plain floating-point parameter: prune before you quantize or shard'
+        if own.ndim <= dim or own.shape[dim] != entries:
+            return f'its {name} has shape {tuple(own.shape)}, but {entries} entries are expected in dimension {dim}'
+    return None
+
+
 def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Successor]:
     """Replaces parameters, by name, by some of their entries along a dimension; returns what replaced each old one."""
     replaced = {}
     for name, (dim, index) in entries.items():
         old = module.get_parameter(name)
-        new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
+        select = functools.partial(_select, dim, index)
+        new = nn.Parameter(select(old), requires_grad=old.requires_grad)
         if old.grad is not None:
-            new.grad = old.grad.index_select(dim, index)
-        replaced[old] = Successor({name: new}, new, functools.partial(_select, dim, index))
+            new.grad = select(old.grad)
+        replaced[old] = succession(old, {name: new}, new, select)
+    for name, new in [part for own in replaced.values() for part in own.parameters.items()]:
         _set_parameter(module, name, new)
     return replaced
 
@@ -185,12 +215,14 @@ def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
     return x.index_select(dim, index.to(x.device))
 
 
+@torch.inference_mode(False)
 def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
     """Gives a parameter another number of entries, all 0; it stays the same object, which an optimizer may hold."""
     parameter = module.get_parameter(name)
     shape = list(parameter.shape)
     shape[dim] = entries
-    parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+    with torch.inference_mode(parameter.is_inference()):  # of a model that was built in inference mode
+        parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
     _set_parameter(module, name, parameter)
 
 

@@ -1,6 +1,7 @@
 """Attention with a convolution's inputs and outputs, by position (Cordonnier et al. 2020 (C20), Theorem 1)."""
 
 import math
+import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -14,8 +15,8 @@ from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
-from .strides import with_regular_gradient, with_regular_strides
-from .window import Window
+from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
+from .window import SameWindow, Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
 # of 64 channels 1.6 to 2.7 times.
@@ -43,11 +44,13 @@ class ImageAttention(PrunableHeads):
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
             layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
+        layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
     window: Window
     encoding: Any
     settings: Dict[str, Any]
+    layout: Tensor
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
     def __init__(
@@ -62,7 +65,7 @@ class ImageAttention(PrunableHeads):
         dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        self.in_channels = in_channels
+        self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
         self.settings = {'num_heads': num_heads}
         self.value: Union[nn.Linear, GroupedLinear]
@@ -71,6 +74,9 @@ class ImageAttention(PrunableHeads):
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
         self.num_heads = self.built_heads = num_heads
+        entries = in_channels // groups * math.prod(window.kernel_size)  # one entry has no format
+        layout = self.value.weight.new_zeros(1, min(2, entries), *[1] * window.ndim)
+        self.register_buffer('layout', layout, persistent=False)
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
         """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
@@ -106,9 +112,14 @@ class ImageAttention(PrunableHeads):
             return self.forward(input[None])[0]
         x = with_regular_gradient(input)
         if self.num_heads > 0:
-            return with_regular_strides(self._outputs(x))
-        no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)  # has a gradient
-        return with_regular_strides(self._output_images(no_heads, self._sizes(x)))
+            output = self._outputs(x)
+        else:  # with a gradient
+            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)
+            output = self._output_images(no_heads, self._sizes(x))
+        # As a convolution: channels last if its weight is, or its input and the padding keeps that.
+        kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
+        of_input = is_channels_last(input) and self.window.padding_mode in kept
+        return with_new_strides(output, of_input or is_channels_last(self.layout))
 
     def heads(self, x: Tensor) -> Tensor:
         """Computes P_h X of each head, the sums of pixels by its probabilities, ``(B, N_h, Q, C)``."""
@@ -139,13 +150,32 @@ class ImageAttention(PrunableHeads):
             heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
-    @property
-    def padding_mode(self) -> str:
-        return self.window.padding_mode
+    # What other code reads of a convolution.
+    kernel_size, stride, dilation, padding_mode = (
+        property(operator.attrgetter(f'window.{name}'))
+        for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
+    )
 
-    def grid_of(self, x: Tensor) -> Tuple[int, int]:
-        """Returns the height and width of images, ``(B, C, H, W)``."""
-        return x.shape[2], x.shape[3]
+    @property
+    def padding(self) -> Union[str, Tuple[int, ...]]:
+        if isinstance(self.window, SameWindow):
+            raise AttributeError  # __getattr__ says why
+        alike = all(before == after for before, after in self.window.padding)
+        return tuple(before for before, _ in self.window.padding) if alike else 'same'
+
+    def __getattr__(self, name: str) -> Any:
+        if name == 'padding':
+            raise AttributeError('the padding depends on the size of the image')
+        if name in ('weight', 'bias'):
+            raise AttributeError(
+                f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
+                'kernel, such as fusing batch norms, comes before convs_to_attention or after attention_to_convs'
+            )
+        return super().__getattr__(name)
+
+    def grid_of(self, x: Tensor) -> Tuple[int, ...]:
+        """Returns the size of images, height and width of ``(B, C, H, W)``."""
+        return tuple(x.shape[2:])
 
     def value_matrices(self) -> Tensor:
         if not isinstance(self.value, GroupedLinear):
@@ -161,12 +191,12 @@ class ImageAttention(PrunableHeads):
         return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: :meth:`follow` has read it."""
+        """Does nothing: :meth:`structure_in` has read it."""
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the heads of a state dict; for a convolution all that the layer was built with."""
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the number of heads in a state dict; of a convolution the layer takes all that it was built with."""
         if _is_convolution(state_dict, prefix):
-            return self._set_heads(self.built_heads)
+            return None if self.num_heads == self.built_heads else self.built_heads
         loaded = read_extra_state(state_dict, prefix)
         if loaded is not None and kind_of(loaded) != kind_of(self.settings):
             theirs, own = (', '.join(f'{k}={v}' for k, v in kind_of(x).items()) for x in (loaded, self.settings))
@@ -174,7 +204,7 @@ class ImageAttention(PrunableHeads):
                 f'{prefix.rstrip(".")} has {theirs} in the state dict, but {own} in the model: build it alike, or call '
                 'attncnn_plugin.follow_state_dict(model, state_dict) first'
             )
-        return super().follow(state_dict, prefix)
+        return super().structure_in(state_dict, prefix)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the entries of a convolution."""
@@ -187,6 +217,8 @@ class ImageAttention(PrunableHeads):
                 'convert a model that has loaded it, with convs_to_attention'
             )
         entries = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        # Without the parameters themselves, which PyTorch would freeze or not as those of the convolution.
+        entries = {key: value.detach() if isinstance(value, Tensor) else value for key, value in entries.items()}
         try:
             converted = self.from_conv(self, entries, name)
         except ValueError as error:
@@ -224,7 +256,7 @@ class QuadraticImageAttention(ImageAttention):
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
         else:
             x = self.window.pad(x)
-        if math.prod([factor.shape[1] * factor.shape[2] for factor in probs]) <= DENSE_PAIRS:
+        if not is_exporting() and math.prod([factor[0].numel() for factor in probs]) <= DENSE_PAIRS:
             dense = without_subnormals(over_axes(probs, torch.mul)).to(x.dtype).transpose(0, 1)  # (Q, N_h, K)
             heads = dense.flatten(0, 1) @ x.flatten(2).transpose(1, 2)  # one product, as the heads share their values
             return heads.unflatten(1, dense.shape[:2]).transpose(1, 2)

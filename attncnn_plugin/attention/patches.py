@@ -142,7 +142,7 @@ class GridBias(WindowBias):
 def _resize_loaded_table(bias: GridBias, state_dict: StateDict, prefix: str, *_: Any) -> None:
     """Resizes the table of a state dict that is for another grid, with an odd number of shifts along each axis."""
     table = state_dict.get(f'{prefix}table')
-    if table is not None and table.ndim == 3 and table.shape[1] % 2 and table.shape[2] % 2:
+    if isinstance(table, Tensor) and table.ndim == 3 and table.shape[1] % 2 and table.shape[2] % 2:
         state_dict[f'{prefix}table'] = resize_shift_table(table, bias.table.shape[1:])
 
 
@@ -283,15 +283,16 @@ class PatchAttention(PrunableHeads):
         return write_extra_state(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: :meth:`follow` has read it."""
+        """Does nothing: :meth:`structure_in` has read it."""
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the structure of a state dict that has all entries."""
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns ``qk_dim``, ``head_dims`` and whether there is a null key, of a state dict that has all entries."""
         state = read_extra_state(state_dict, prefix)
         if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
-            return False
+            return None
         try:
-            qk_dim, head_dims, null_key = state['qk_dim'], tuple(state['head_dims']), state['null_key']
+            structure = state['qk_dim'], tuple(state['head_dims']), state['null_key']
+            qk_dim, head_dims, _ = structure
             rows = len(state_dict[f'{prefix}query.weight']), len(state_dict[f'{prefix}value.weight'])
             if rows != (len(head_dims) * qk_dim, sum(head_dims)):
                 raise ValueError(f'query.weight and value.weight have {rows} rows, which {state} does not explain')
@@ -299,13 +300,8 @@ class PatchAttention(PrunableHeads):
             raise StructureError(f'{prefix}_extra_state of the state dict is damaged: {error}') from error
         if len(head_dims) > self.built_heads:
             raise too_many_heads(prefix, len(head_dims), self.built_heads)
-        if (qk_dim, head_dims, null_key) == (self.qk_dim, self.head_dims, self.position.null_key):
-            return False
-        self.take_structure(qk_dim, head_dims, null_key)
-        return True
+        return None if structure == (self.qk_dim, self.head_dims, self.position.null_key) else structure
 
-    def take_structure(self, qk_dim: int, head_dims: Tuple[int, ...], null_key: bool) -> None:
-        """Takes heads of other widths, all 0 until they are loaded. The parameters stay the same objects."""
-        self.qk_dim, self.head_dims, self.position.null_key = qk_dim, head_dims, null_key
-        self.num_heads = len(head_dims)
-        self._resize_heads()
+    def take_structure(self, structure: Any) -> None:
+        self.qk_dim, self.head_dims, self.position.null_key = structure
+        super().take_structure(len(self.head_dims))

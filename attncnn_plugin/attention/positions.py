@@ -237,7 +237,9 @@ def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor],
     """Resizes tables of a state dict that are for another grid, if only their number of shifts differs, and is odd."""
     for name, own in tables.named_parameters(recurse=False):
         loaded = state_dict.get(prefix + name)
-        if loaded is not None and loaded.shape != own.shape and loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
+        if not isinstance(loaded, Tensor) or loaded.shape == own.shape:
+            continue
+        if loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
             logger.info('Resize %s%s from %d to %d shifts.', prefix, name, len(loaded), len(own))
             state_dict[prefix + name] = resize_shifts(loaded, len(own))
 
@@ -297,12 +299,12 @@ class WindowEncoding(nn.Module):
         window_size (Sequence[int]): Size of the window along each axis.
 
     Attributes:
-        weight (Parameter): The scores, ``(N_h, *window_size)``. Starts at 0, uniform attention.
+        weight (Parameter): The scores, ``(N_h, 1, *window_size)``, as a kernel. Starts at 0, uniform attention.
     """
 
     def __init__(self, num_heads: int, window_size: Sequence[int], device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window_size, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -310,4 +312,4 @@ class WindowEncoding(nn.Module):
 
     def forward(self) -> Tensor:
         """Returns the probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""
-        return softmax(at_least_float32(self.weight).flatten(1)).reshape(self.weight.shape)
+        return softmax(at_least_float32(self.weight).flatten(1)).unflatten(1, self.weight.shape[2:])

@@ -53,11 +53,10 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     far ones are spread, as in mmpretrain.
     """
     source, target = table.shape[0] // 2, length // 2
-    if target <= source:
-        return table[source - target : source + target + 1]
     if source == 0:  # only shift 0
         return table.expand(length, -1)
-    low, high = 1.0, target ** (1 / max(source - 1, 1))  # bisection for r: 1 + r + … + r^(source − 1) = target
+    # Bisection for r: 1 + r + … + r^(source − 1) = target; 1 for fewer shifts, which are entries of the table.
+    low, high = 1.0, target ** (1 / max(source - 1, 1))
     for _ in range(60):
         ratio = (low + high) / 2
         low, high = (ratio, high) if sum(ratio**step for step in range(source)) < target else (low, ratio)

@@ -4,10 +4,15 @@ import copy
 import json
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, List, Mapping, Optional
+from types import MethodType
+from typing import Any, Dict, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parameter import is_lazy
+
+from ..change import Change
 
 StateDict = Dict[str, Tensor]
 
@@ -30,40 +35,44 @@ def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
 class Restructurable(nn.Module):
     """A module that takes the structure of the state dict that it loads, or converts the entries to its own.
 
-    Subclasses may define :meth:`follow` and :meth:`convert_state_dict`. A state dict that cannot be loaded is refused
-    as PyTorch refuses a wrong shape, with ``RuntimeError``; the module is then as it was before.
-
-    Attributes:
-        training_advice (str | None): The warning for someone who trains the module after loading has given it another
-            structure; None for none.
+    Subclasses may define :meth:`structure_in` with :meth:`take_structure`, and :meth:`convert_state_dict`. A state dict
+    that cannot be loaded is refused as PyTorch refuses a wrong shape, with ``RuntimeError``; the module is then as it
+    was before. Whoever trains a module that has got other parameters by loading is warned.
     """
 
-    training_advice: Optional[str] = None
-    _changed_by_loading = False
+    _replaced_by_loading = False
 
-    def follow(self, state_dict: StateDict, prefix: str) -> Any:
-        """Takes the structure that a state dict has for this module after ``prefix``; values are yet to be loaded.
-
-        Returns:
-            bool | Change | None: Something true if the structure has changed; a ``Change`` if layers were replaced.
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the structure that a state dict has for this module after ``prefix``; None for that of the module.
 
         Raises:
             StructureError: No structure of this module explains the entries.
         """
-        return False
+
+    def take_structure(self, structure: Any) -> Optional[Change]:
+        """Takes a structure that :meth:`structure_in` has returned; values are yet to be loaded.
+
+        Returns:
+            Change | None: What was replaced; None if all modules and parameters are the same objects.
+        """
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
-        """Converts the entries of a state dict to the structure of the module, in place.
+        """Converts the entries of a state dict to the structure of the module, in place, or layers inside to theirs.
 
         Raises:
             StructureError: They cannot be converted.
         """
 
     def train(self, mode: bool = True) -> 'Restructurable':
-        if mode and self._changed_by_loading and self.training_advice is not None:
-            warnings.warn(self.training_advice, stacklevel=2)
-        if mode:
-            self._changed_by_loading = False
+        if mode and self._replaced_by_loading:
+            self._replaced_by_loading = False
+            warnings.warn(
+                f'the {type(self).__name__} took attention instead of convolutions from the state dict that it loaded: '
+                'an optimizer that was built before does not have its parameters. To train it further, build it with '
+                "phase='attn', or call attncnn_plugin.follow_state_dict(model, state_dict) before you build the "
+                'optimizer',
+                stacklevel=2,
+            )
         return super().train(mode)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -71,41 +80,54 @@ class Restructurable(nn.Module):
         check_loading(copy_without_values(self), state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: StateDict,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: List[str],
-        unexpected_keys: List[str],
-        error_msgs: List[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: Any) -> None:
         try:
-            with torch.no_grad():
-                self._changed_by_loading |= bool(self.follow(state_dict, prefix))
+            with torch.inference_mode(False), torch.no_grad():
+                structure = self.structure_in(state_dict, prefix)
+                if structure is not None:
+                    self._replaced_by_loading |= bool(self.take_structure(structure))
                 self.convert_state_dict(state_dict, prefix)
         except StructureError as error:
-            error_msgs.append(str(error))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+            args[-1].append(str(error))  # the messages of all errors
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def copy_without_values(model: nn.Module) -> Any:
     """Returns a copy of a model on the meta device, where things can be tried out.
 
-    Hooks, and tensors that are plain attributes, such as an output that a hook has kept, are shared.
+    Modules, parameters and buffers are its own, and so are the lists, dicts and sets that modules have as attributes.
+    All else is shared, as it can be anything: a lock, a file, an output that a hook has kept, whatever a hook holds.
     """
-    known: Dict[int, Any] = {}
-    for parameter in model.parameters():
-        known[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
-    for buffer in model.buffers():
-        known[id(buffer)] = torch.empty_like(buffer, device='meta')
-    for module in model.modules():
-        known.update({id(getattr(module, name)): getattr(module, name) for name in HOOKS})  # can hold anything
-        known.update({id(value): value for value in vars(module).values() if isinstance(value, Tensor)})
-    return copy.deepcopy(model, known)
+    tensors: Dict[Any, Tensor] = {own: _without_values(own) for own in (*model.parameters(), *model.buffers())}
+    # What is assigned to a module of TorchScript would reach the original.
+    kinds = {own: nn.Module if isinstance(own, torch.jit.ScriptModule) else type(own) for own in model.modules()}
+    copies: Dict[Any, Any] = {module: object.__new__(kind) for module, kind in kinds.items()}
+
+    def of_copy(hook: Any) -> Any:
+        owner = getattr(hook, '__self__', None)
+        return MethodType(hook.__func__, copies[owner]) if isinstance(owner, nn.Module) and owner in copies else hook
+
+    for module, new in copies.items():
+        own = vars(new)
+        own.update({name: of.copy() if isinstance(of, (dict, list, set)) else of for name, of in vars(module).items()})
+        own['_modules'] = {name: copies.get(child) for name, child in module._modules.items()}
+        own['_parameters'] = {name: tensors.get(parameter) for name, parameter in module._parameters.items()}
+        own['_buffers'] = {name: tensors.get(buffer) for name, buffer in module._buffers.items()}
+        own['_load_state_dict_pre_hooks'] = OrderedDict()
+        before: Dict[int, Any] = module._load_state_dict_pre_hooks
+        for hook in before.values():
+            new._register_load_state_dict_pre_hook(of_copy(hook.hook), hook.with_module)
+        after = own['_load_state_dict_post_hooks']
+        after.update({key: of_copy(hook) for key, hook in after.items()})
+    return copies[model]
+
+
+def _without_values(tensor: Any) -> Tensor:
+    """Returns a plain tensor of the same shape on the meta device; a copy of a lazy one, which has no shape yet."""
+    if is_lazy(tensor):
+        return copy.deepcopy(tensor)
+    new = torch.empty(tensor.shape, dtype=tensor.dtype, device='meta')
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def check_loading(trial: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -114,11 +136,12 @@ def check_loading(trial: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     Raises:
         StructureError: It is refused.
     """
-    entries: Any = OrderedDict(
-        (name, value.detach() if isinstance(value, Tensor) else value) for name, value in state_dict.items()
-    )
-    if hasattr(state_dict, '_metadata'):
-        entries._metadata = copy.deepcopy(state_dict._metadata)  # PyTorch writes in it that tensors are assigned
+    for module in trial.modules():  # what it would set can be shared
+        vars(module)['set_extra_state'] = lambda state: None
+    entries: Any = OrderedDict(state_dict)
+    entries.update({name: value.detach() for name, value in state_dict.items() if isinstance(value, Tensor)})
+    # PyTorch writes in it that tensors are assigned.
+    entries._metadata = {name: dict(own) for name, own in (getattr(state_dict, '_metadata', None) or {}).items()}
     try:
         nn.Module.load_state_dict(trial, entries, strict, assign=True)
     except RuntimeError as error:
@@ -141,7 +164,7 @@ def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
         return None
     try:
         entry = entry.round().to(torch.uint8)  # of floats where all entries were cast or averaged
-        return json.loads(bytes(entry.tolist()))
+        return dict(json.loads(bytes(entry.tolist())))
     except (AttributeError, TypeError, ValueError) as error:
         raise StructureError(f'{prefix}{EXTRA_STATE} of the state dict is damaged: {error}') from error
 
@@ -152,16 +175,13 @@ def without_prefix(state_dict: Mapping[str, Any], prefix: str) -> 'OrderedDict[s
     Raises:
         StructureError: An entry is there under both names.
     """
-
-    def short(name: str) -> str:
-        return name[len(prefix) :] if name.startswith(prefix) else name
-
-    both = [name for name in state_dict if name.startswith(prefix) and short(name) in state_dict]
+    both = [name for name in state_dict if name.startswith(prefix) and name[len(prefix) :] in state_dict]
     if both:
         raise StructureError(
-            f'the state dict has both {short(both[0])} and {both[0]}, which are one entry of the model: leave out one'
+            f'the state dict has both {both[0][len(prefix) :]} and {both[0]}, which are one entry of the model: leave '
+            'out one'
         )
-    renamed: Any = OrderedDict((short(name), value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, '_metadata', None) or {}
-    renamed._metadata = OrderedDict((short(f'{name}.')[:-1], value) for name, value in metadata.items())
+    renamed: Any = OrderedDict(state_dict)
+    renamed._metadata = OrderedDict(getattr(state_dict, '_metadata', None) or {})
+    consume_prefix_in_state_dict_if_present(renamed, prefix)
     return renamed

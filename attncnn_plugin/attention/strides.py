@@ -9,23 +9,36 @@ import torch
 from torch import Tensor
 
 # New in torch 2.7; before it, nothing tells an export from a compilation.
-is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
+_is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
 
 
-def with_regular_strides(x: Tensor) -> Tensor:
-    """Returns images ``(B, C, *size)`` with the strides of a new tensor, channels last if they are, else contiguous.
+def is_exporting() -> bool:
+    """Returns whether a graph for images of any size is made: a branch that depends on the size would limit it."""
+    return _is_exporting() or torch.jit.is_tracing()
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Returns whether PyTorch's convolutions take images, ``(B, C, *size)``, or a kernel for channels last."""
+    # Contiguous, whatever the size is, or copied to be it, as PyTorch does with images of one axis.
+    if x.stride(-1) == 1 < x.shape[1] or (x.ndim == 3 and not x.is_contiguous()):
+        return False
+    order = (1, *range(x.ndim - 1, 1, -1), 0)  # a step along each axis is over all of the axes before it
+    ends = [x.stride(axis) * x.shape[axis] for axis in order]
+    return all(x.stride(axis) >= end for axis, end in zip(order[1:], ends)) and 0 < x.stride(1) < ends[-2]
+
+
+def with_new_strides(x: Tensor, channels_last: bool) -> Tensor:
+    """Returns images ``(B, C, *size)`` with the strides of a new tensor, contiguous or with the channels last.
 
     Nothing is copied unless the entries lie in another order or with gaps.
     """
-    if x.ndim == 3 or x.stride(1) != 1:  # PyTorch has no channels-last format of one axis
-        return x.flatten().view(x.shape)
-    x = x.movedim(1, -1)
-    return x.flatten().view(x.shape).movedim(-1, 1)
+    if channels_last:
+        return with_new_strides(x.movedim(1, -1), False).movedim(-1, 1)
+    return x.flatten().view(x.shape)
 
 
 def with_regular_gradient(x: Tensor) -> Tensor:
     """Returns images ``(B, C, *size)`` as they are; for a batch of one their gradient will have regular strides."""
-    if is_exporting() or torch.jit.is_tracing():  # without gradients, for batches of any size
+    if is_exporting() or len(x) > 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    # The gradients of flatten and view have the strides of new tensors.
-    return with_regular_strides(x) if len(x) == 1 and x.requires_grad and torch.is_grad_enabled() else x
+    return with_new_strides(x, is_channels_last(x))  # the gradients of flatten and view have those of new tensors

@@ -170,8 +170,8 @@ class ContentAttention(GridAttention):
     """Attention by content and by relative position (C20, eq. 8), with q = W_qry x_q + b_q and k = W_key x_k + b_k.
 
     - ``'relative_learned'`` and ``'relative_sinusoidal'``: scores (q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]] (C20,
-      4.3), as in the released code. With u = v = b_q these are all four terms of eq. 8: b_q·k is u·k, and b_q·r_δ is
-      v·r_δ; b_k adds the same to all keys, and changes nothing.
+      4.3), as in the released code. These are all four terms of eq. 8 with u = v = b_q and Ŵ_key = I: b_q·k is u·k,
+      and b_q·r_δ is v·r_δ; b_k adds the same to all keys, and changes nothing.
     - ``'relative_quadratic'`` and ``'relative_generalized'``: scores q·k/√D + v·r_δ with v and r_δ of eq. 9 or 19, so
       that v·r_δ is the score of Gaussian heads.
 

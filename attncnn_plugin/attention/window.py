@@ -1,8 +1,9 @@
 """The window that a convolution moves over an image."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, List, Sequence, Tuple, Type, Union
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, List, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -33,42 +34,18 @@ class Window:
     padding_mode: str
 
     @classmethod
-    def of(cls, conv: nn.Module, kinds: Sequence[Type[nn.Module]] = CONVOLUTIONS) -> 'Window':
-        """Returns the window of a convolution whose forward pass is that of one of ``kinds``.
+    def of(cls, conv: Any) -> 'Window':
+        """Returns the window that the attributes of a convolution describe; an integer stands for all axes.
 
         Raises:
-            TypeError: ``conv`` is something else.
+            ValueError: One of them is no size.
         """
-        if not isinstance(conv, CONVOLUTIONS):
-            raise TypeError(
-                f'conv is a {type(conv).__name__}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted'
-            )
-        if isinstance(conv.weight, nn.parameter.UninitializedParameter):
-            raise TypeError(f'conv is a {type(conv).__name__} without weights yet: run it once on an input first')
-        if conv._forward_pre_hooks or conv._forward_hooks or 'forward' in vars(conv):
-            raise TypeError(
-                f'conv is a {type(conv).__name__} with forward hooks, which change what it computes: remove them, '
-                'old-style spectral or weight normalization for instance, before it is converted'
-            )
-        kind: Any = type(conv)
-        if kind.__module__ == 'mmcv.cnn.bricks.wrappers':  # whose forward is other only with PyTorch before 1.5
-            kind = kind.__base__
-        for method in ('forward', '_conv_forward'):
-            own = next(getattr(of, method) for of in kinds if isinstance(conv, of))
-            if getattr(kind, method) is not own:
-                raise TypeError(
-                    f'conv is a {type(conv).__name__}, whose own {method} can be anything: convert a plain convolution '
-                    'with the weights and the padding that it amounts to'
-                )
-        if not conv.weight.is_floating_point():
-            raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
-        if conv.padding == 'valid':
-            padding = [(0, 0)] * len(conv.kernel_size)
-        elif conv.padding == 'same':
-            return same_window(conv.kernel_size, conv.padding_mode, conv.dilation)
-        else:
-            padding = [(int(n), int(n)) for n in conv.padding]
-        return cls(conv.kernel_size, conv.stride, conv.dilation, tuple(padding), conv.padding_mode)
+        kernel_size, ndim = tuple(conv.weight.shape[2:]), conv.weight.ndim - 2
+        stride, dilation = per_axis('stride', conv.stride, ndim), per_axis('dilation', conv.dilation, ndim)
+        if conv.padding == 'same':
+            return replace(same_window(kernel_size, conv.padding_mode, dilation), stride=stride)
+        padding = per_axis('padding', 0 if conv.padding == 'valid' else conv.padding, ndim, least=0)
+        return cls(kernel_size, stride, dilation, tuple((n, n) for n in padding), conv.padding_mode)
 
     @property
     def ndim(self) -> int:
@@ -156,8 +133,8 @@ def shown(value: Any) -> str:
     """Returns an argument as an error shows it; of tensors and arrays, also in a list, the shapes.
 
     Examples:
-        >>> shown(torch.zeros(2, 3)), shown([1, 'a'])
-        ('<Tensor of shape (2, 3)>', "[1, 'a']")
+        >>> shown(torch.zeros(2, 3)), shown([1, 'a']), shown([torch.zeros(2), 'a'])
+        ('<Tensor of shape (2, 3)>', "[1, 'a']", "[<Tensor of shape (2,)>, 'a']")
     """
     if getattr(value, 'ndim', 0):
         return f'<{type(value).__name__} of shape {tuple(value.shape)}>'
@@ -166,9 +143,11 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
-    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for positive integers."""
+def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int, least: int = 1) -> Tuple[int, ...]:
+    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
-    if len(values) != ndim or not all(type(n) is int and n >= 1 for n in values):
-        raise ValueError(f'{name}={shown(value)} must be a positive integer, or one for each of {ndim} axes')
-    return values
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least for n in values)
+    if len(values) != ndim or not whole:
+        kind = 'a positive integer' if least else 'an integer of at least 0'
+        raise ValueError(f'{name}={shown(value)} must be {kind}, or one for each of {ndim} axes')
+    return tuple(int(n) for n in values)

@@ -1,8 +1,9 @@
 """Position-only attention as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
 import copy
+import math
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Window, per_axis, same_window
-from .convolutions import Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, interior_queries, targets
+from ..attention.window import Window, per_axis, same_window, shown
+from .convolutions import Computed, Convolution, block_norms, convolution_with
+from .shift_operators import check_position_only, fit_shifts, interior_queries, inverse_of_shifts, targets
 
+MODES = ('zeros', 'replicate', 'reflect', 'circular')
+MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
 
@@ -87,6 +90,21 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
+    kernel, fit = nearest_kernel(layer, kernel_size, size, padding_mode)
+    return convolution_with(kernel).train(layer.training), fit
+
+
+@torch.no_grad()
+def nearest_kernel(
+    layer: Union[GridAttention, ImageAttention],
+    kernel_size: Union[int, Sequence[int]],
+    size: Union[int, Sequence[int], None] = None,
+    padding_mode: Optional[str] = None,
+) -> Tuple[Computed, ConvFit]:
+    """Returns what the convolution of :func:`mhsa_to_conv` computes, and its fit.
+
+    Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
+    """
     if not _ignores_content(layer):
         check_position_only(layer)
     if layer.num_heads == 0:
@@ -95,30 +113,31 @@ def mhsa_to_conv(
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
+    weight = layer.value.weight
+    if weight.is_meta:
+        raise ValueError('layer is on the meta device, without values: load its weights first')
     # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
-    value = layer.value.weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2)
-    conv = convolution_with(window, value.shape[1] * groups, groups, layer.value)
+    value = weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2).cpu().double()
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = _exact_probs(layer, size)
-    value = value.cpu().double()
-
-    coefficients = fit_shifts(probs, target)
-    whole = coefficients.round()
-    coefficients = torch.where((coefficients - whole).abs() < ROUNDING, whole, coefficients)
+    inverse = inverse_of_shifts(target)
+    # All at once: small tensors between large ones that come and go would keep their memory.
+    coefficients, bound = (torch.empty(layer.num_heads, n, dtype=value.dtype, device='cpu') for n in target.shape)
+    residual, head = bound.new_empty(layer.num_heads), 0
+    for probs in _exact_probs(layer, size):
+        found = fit_shifts(probs, target, inverse)
+        whole = found.round()
+        for own, c in zip(probs, torch.where((found - whole).abs() < ROUNDING, whole, found)):
+            norm, bound[head] = _error(own, c, target)
+            residual[head] = norm / own.norm().clamp_min(1e-12)  # a head can see only padding
+            coefficients[head] = c
+            head += 1
     kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
-    conv.weight.data.copy_(kernel.reshape(conv.weight.shape).to(conv.weight.dtype))
-    if conv.bias is not None and layer.value.bias is not None:
-        conv.bias.copy_(layer.value.bias)
-
-    norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, coefficients)))
-    residual = torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12)  # a head can see only padding
-    bound = torch.stack(row_error)
     if bound.any():  # the norms are most of the work
-        bound = block_norms(value, conv.groups)[:, None] * bound
+        bound = block_norms(value, groups)[:, None] * bound
     bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
     interior = bound[interior_queries(window, size)]
-    return conv.train(layer.training), ConvFit(
+    fit = ConvFit(
         size,
         window.shifts(),
         coefficients,
@@ -126,6 +145,8 @@ def mhsa_to_conv(
         bound.max().item(),
         interior.max().item() if len(interior) else None,
     )
+    bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
+    return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
 
 def _ignores_content(layer: Any) -> bool:
@@ -133,12 +154,20 @@ def _ignores_content(layer: Any) -> bool:
     return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
 
 
-def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Tensor:
-    """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
-    if not isinstance(layer, ContentImageAttention):
-        return layer.exact_attention_probs(size)
-    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64, device='cpu')
-    return copy.deepcopy(layer).cpu().double().attention_scores(image)[0, ..., :-1].exp()  # without the null key
+def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Iterator[Tensor]:
+    """Yields the probabilities of attention that does not see content (yet), ``(some heads, Q, pixels)``, float64."""
+    numbers, exact = range(layer.num_heads), copy.deepcopy(layer).cpu().double()
+    image = torch.zeros(1, getattr(layer, 'in_channels', 1), *size, dtype=torch.float64, device='cpu')
+    at_once = max(1, MAP_ELEMENTS // math.prod(size) ** 2)
+    for start in numbers[::at_once]:
+        some = exact
+        if at_once < len(numbers):
+            some = copy.deepcopy(exact)
+            some.prune_heads([*numbers[:start], *numbers[start + at_once :]])
+        if isinstance(some, ContentImageAttention):
+            yield some.attention_scores(image)[0, ..., :-1].exp()  # without the null key
+        else:
+            yield some.attention_probs(size)
 
 
 def _window_of(
@@ -148,6 +177,8 @@ def _window_of(
     window = layer.window
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode
+        if mode not in MODES:
+            raise ValueError(f'padding_mode={shown(mode)} must be one of {MODES}')
         return same_window(per_axis('kernel_size', kernel_size, 2), mode)
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')

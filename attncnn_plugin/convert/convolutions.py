@@ -1,82 +1,197 @@
-"""Convolutions of PyTorch and timm: their windows, and their kernels as matrices, without groups' zeros."""
+"""What convolutions of any class compute, and their kernels as matrices, without groups' zeros."""
 
-from typing import Any, Dict, Sequence, Union
+import copy
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
-from timm.layers.std_conv import StdConv2dSame
+from timm.layers import Conv2dSame
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from ..attention.window import CONVOLUTIONS, SameWindow, Window
+from ..attention.precision import full_precision
+from ..attention.window import CONVOLUTIONS, SameWindow, Window, same_window
 
 Convolution = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
-STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
+ROUNDING = 1e-9  # of outputs in float64, relative to the largest
 
 
-def window_of(conv: nn.Module, kinds: Sequence[Any] = (Conv2dSame, *CONVOLUTIONS)) -> Window:
-    """Returns the window of a convolution of PyTorch, or of timm's ``Conv2dSame``, whose padding depends on the image.
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a convolution computes: a kernel that a window moves over the image.
+
+    Attributes:
+        window (Window): Where the outputs are, and how the image is padded.
+        weight (Tensor): The kernel, ``(C_out, C_in/groups, *kernel_size)``; of weights that are standardized, after it.
+        bias (Tensor | None): ``(C_out,)``.
+        groups (int): Groups of channels.
+        own (bool): Whether these are the convolution's own ``weight`` and ``bias``, and nothing is computed of them.
+    """
+
+    window: Window
+    weight: Tensor
+    bias: Optional[Tensor]
+    groups: int
+    own: bool
+
+    @property
+    def in_channels(self) -> int:
+        return self.weight.shape[1] * self.groups
+
+    @property
+    def out_channels(self) -> int:
+        return len(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C_in, *size)`` to the output."""
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
+        window = self.window
+        return convolve(window.pad(x), self.weight, self.bias, window.stride, 0, window.dilation, self.groups)
+
+
+@torch.no_grad()
+def computed(conv: Any) -> Computed:
+    """Returns what a convolution computes, of whatever class it is, as a run of it shows.
+
+    A copy with random weights runs on small random images, in float64 on the CPU. Its outputs must be those of the
+    window that the attributes describe, or of the same window padded to ⌈size/stride⌉ outputs (timm's ``Conv2dSame``),
+    with the weights that the function of PyTorch was called with.
 
     Raises:
-        TypeError: ``conv`` is something else.
+        TypeError: ``conv`` is no convolution, has no weights yet, not real ones, or hooks; or it computes something
+            else than its attributes describe.
+        ValueError: An attribute is no size.
     """
-    window = Window.of(conv, kinds)
-    if not isinstance(conv, Conv2dSame) and not getattr(conv, 'same_pad', False):
-        return window
-    return SameWindow(window.kernel_size, window.stride, window.dilation, (), window.padding_mode)
+    if isinstance(conv, Computed):
+        return conv
+    kind = f'conv is a {type(conv).__name__}'
+    if not isinstance(conv, CONVOLUTIONS):
+        raise TypeError(f'{kind}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted')
+    if any(map(is_lazy, conv.parameters())):
+        raise TypeError(f'{kind} without weights yet: run it once on an input first')
+    if conv._forward_pre_hooks or conv._forward_hooks:
+        raise TypeError(f'{kind} with forward hooks, such as old-style weight normalization: remove them first')
+    if not conv.weight.is_floating_point():
+        raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
+    window, generator = Window.of(conv), torch.Generator('cpu').manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device='cpu')
+    kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
+    trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
+    images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
+    outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x) for x in images))
+    own = bias is trial.bias and torch.equal(weight, trial.weight)
+    same = SameWindow(window.kernel_size, window.stride, window.dilation, (), 'zeros')
+    for chosen in (window, same):
+        what = Computed(chosen, weight, bias, conv.groups, own)
+        if all(_near(what(x), output) for x, output in zip(images, outputs)):
+            break
+    else:
+        names = ('stride', 'padding', 'dilation', 'groups', 'padding_mode')
+        raise TypeError(
+            f'{kind} that computes something else than the convolution of its attributes, '
+            f'{", ".join(f"{name}={getattr(conv, name)!r}" for name in names)}: its forward pass or one of them was '
+            'replaced; convert a plain convolution with the weights and the padding that it amounts to'
+        )
+    found: Any = conv.weight, conv.bias
+    if not own and not conv.weight.is_meta:
+        _, *found = _run(copy_with(conv, _in_float64), images[0])
+    weight, bias = (None if x is None else x.detach().to(conv.weight) for x in found)
+    return Computed(chosen, cast(Tensor, weight), bias, conv.groups, own)
 
 
-def convolution_with(window: Window, in_channels: int, groups: int, like: Any) -> Convolution:
-    """Returns a convolution with a window, and the outputs and kind of parameters of a linear map or a convolution.
+def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a copy of a convolution whose parameters and buffers are what a function returns for its own."""
+    known: Dict[int, Any] = {id(buffer): new(buffer) for buffer in conv.buffers()}
+    for parameter in conv.parameters():
+        known[id(parameter)] = own = nn.Parameter(new(parameter), requires_grad=parameter.requires_grad)
+        vars(own).update(vars(parameter))
+    for module in conv.modules():  # plain tensors are shared: deepcopy refuses those that were computed
+        known.update({id(value): value for value in vars(module).values() if isinstance(value, Tensor)})
+    return copy.deepcopy(conv, known)
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.detach().to('cpu', torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def _sizes(window: Window) -> List[List[int]]:
+    """Returns sizes of two images that hold the window and its padding: multiples of the stride, and one more."""
+    axes = zip(window.kernel_size, window.stride, window.dilation, window.padding)
+    least = [s * math.ceil(max(d * (k - 1) + 1 + s, *(n + 2 for n in padding)) / s) for k, s, d, padding in axes]
+    return [least, [n + 1 for n in least]]
+
+
+class _Calls(TorchFunctionMode):
+    """Notes weight and bias of each convolution that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: List[Tuple[Tensor, Optional[Tensor]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.conv1d, F.conv2d, F.conv3d):
+            named = {**dict(zip(('input', 'weight', 'bias'), args)), **(kwargs or {})}
+            self.found.append((named['weight'], named.get('bias')))
+        return func(*args, **(kwargs or {}))
+
+
+def _run(trial: Any, x: Tensor) -> Tuple[Any, Tensor, Optional[Tensor]]:
+    """Returns the output of a convolution in evaluation mode, and the weight and the bias that it was computed with."""
+    for module in trial.modules():
+        module.training = False
+    try:
+        with torch.random.fork_rng([]), full_precision('cpu'), _Calls() as calls:
+            output = trial(x)
+        ((weight, bias),) = calls.found
+    except Exception as error:  # whatever its code raises
+        raise TypeError(
+            f'conv is a {type(trial).__name__} that computes no single convolution of an image of {tuple(x.shape[2:])} '
+            f'pixels in float64 on the CPU: {type(error).__name__}: {error}'
+        ) from error
+    return output, weight, bias
+
+
+def _near(expected: Tensor, output: Any) -> bool:
+    same_shape = isinstance(output, Tensor) and output.shape == expected.shape
+    return same_shape and bool((output - expected).abs().max() <= ROUNDING * expected.abs().max())
+
+
+def convolution_with(like: Computed) -> Convolution:
+    """Returns a convolution of PyTorch, or timm's ``Conv2dSame``, that computes this, with these tensors.
 
     Raises:
         ValueError: No convolution has such a window.
     """
-    options: Dict[str, Any] = {
-        'dilation': window.dilation,
-        'groups': groups,
-        'bias': like.bias is not None,
-        'device': like.weight.device,
-        'dtype': like.weight.dtype,
-    }
-    arguments = in_channels, len(like.weight), window.kernel_size
-    kind: Any = Conv2dSame
+    window = like.window
+    kind: Any = CONVOLUTIONS[window.ndim - 1]
+    options: Dict[str, Any] = dict(dilation=window.dilation, groups=like.groups, bias=like.bias is not None)
     if isinstance(window, SameWindow):
-        return kind(*arguments, window.stride, **options)
-    kind = CONVOLUTIONS[window.ndim - 1]
-    # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
-    alike = all(before == after for before, after in window.padding)
-    padding = tuple(before for before, _ in window.padding) if alike else 'same'
-    stride = window.stride if alike else 1
-    conv = kind(*arguments, stride, padding, padding_mode=window.padding_mode, **options)
-    if window_of(conv) != window:
+        kind, known = Conv2dSame, window.ndim == 2
+    else:
+        # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
+        alike = all(before == after for before, after in window.padding)
+        known = alike or window == same_window(window.kernel_size, window.padding_mode, window.dilation)
+        options['padding'] = tuple(before for before, _ in window.padding) if alike else 'same'
+        options['padding_mode'] = window.padding_mode
+    if not known:
         raise ValueError(
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
             "it pads both sides alike, or with stride 1 as padding='same'"
         )
+    arguments = like.in_channels, like.out_channels, window.kernel_size, window.stride
+    conv = kind(*arguments, device='meta', **options)
+    conv.weight = nn.Parameter(like.weight)
+    conv.bias = None if like.bias is None else nn.Parameter(like.bias)
     return conv
 
 
-@torch.no_grad()
-def plain_convolution(conv: Any) -> Any:
-    """Returns a convolution with weight standardization as one with the weights that it computes; others as is."""
-    if type(conv) not in STANDARDIZED:
-        return conv
-    plain: Any = convolution_with(window_of(conv, [type(conv)]), conv.in_channels, conv.groups, conv)
-    plain.requires_grad_(conv.weight.requires_grad)
-    # (W − mean)/√(variance + ε) of each output channel, times its gain, as timm computes it
-    gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, 'gain') else None
-    flat = conv.weight.reshape(1, conv.out_channels, -1)
-    weight = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
-    plain.weight.copy_(weight.view_as(conv.weight))
-    if plain.bias is not None:
-        plain.bias.copy_(conv.bias)
-    return plain.train(conv.training)
-
-
-def flat_kernel(conv: Convolution) -> Tensor:
+def flat_kernel(conv: Computed) -> Tensor:
     """Returns the kernel as a matrix M, ``(K, C_out·C_in/groups)``, a row for each position, without groups' zeros."""
-    return conv.weight.detach().flatten(2).flatten(0, 1).T
+    return conv.weight.flatten(2).flatten(0, 1).T
 
 
 def block_norms(slices: Tensor, groups: int) -> Tensor:

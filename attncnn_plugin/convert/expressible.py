@@ -15,7 +15,7 @@ from ..attention.attention_layer import AttentionLayer
 from ..attention.images import ImageAttention, block_diagonal
 from ..attention.tokens import GridAttention
 from ..attention.window import per_axis, same_window
-from .convolutions import Convolution, flat_kernel, window_of
+from .convolutions import Computed, Convolution, computed, flat_kernel
 from .shift_operators import (
     check_position_only,
     check_same_queries,
@@ -233,18 +233,21 @@ def fit_values(
         (torch.Size([1, 12, 12, 8]), False, True)
     """
     check_position_only(attention)
-    window = window_of(conv)
+    plain = computed(conv)
+    window = plain.window
     if attention.num_heads == 0:
         raise ValueError('attention has num_heads=0: no values make it a convolution')
     size = per_axis('size', size, window.ndim)
     check_same_queries(attention, window, size)
     channels = attention.value_matrices().shape[-1]
-    if conv.in_channels != channels:
-        raise ValueError(f'conv has in_channels={conv.in_channels}, but heads of attention read {channels} channels')
+    if plain.in_channels != channels:
+        raise ValueError(f'conv has in_channels={plain.in_channels}, but heads of attention read {channels} channels')
+    if plain.weight.is_meta or attention.value.weight.is_meta:
+        raise ValueError('attention or conv is on the meta device, without values: load its weights first')
     chosen_queries(window, size, queries, tolerance)
     interior = interior_queries(window, size)
     probs = attention.exact_attention_probs(size)
-    kernel = flat_kernel(conv).cpu().double()  # W, (K, F)
+    kernel = flat_kernel(plain).cpu().double()  # W, (K, F)
     if not probs.isfinite().all() or not kernel.isfinite().all():
         raise ValueError('the probabilities of attention or the weights of conv are not finite')
 
@@ -255,9 +258,12 @@ def fit_values(
     coefficients, rank, condition = least_squares(maps, shifts, tolerance)
 
     dtype = attention.value.weight.dtype
-    values = (coefficients @ kernel).to(dtype)  # W^SA = W^conv Φ, (N_h, F)
+    exact = coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
+    if exact.abs().max() > torch.finfo(dtype).max:
+        raise ValueError(f'values of {exact.abs().max():.3g} are more than {dtype} of attention holds: scale conv')
+    values = exact.to(dtype)
     layer = copy.deepcopy(attention)
-    layer.value = _value_map(attention, conv, values)
+    layer.value = _value_map(attention, plain, values)
 
     stored = values.double()
     lost = (shifts - maps @ coefficients).norm(dim=0)
@@ -285,7 +291,7 @@ def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
     return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
 
 
-def _value_map(attention: Union[GridAttention, ImageAttention], conv: Convolution, values: Tensor) -> nn.Linear:
+def _value_map(attention: Union[GridAttention, ImageAttention], conv: Computed, values: Tensor) -> nn.Linear:
     """Returns the linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
     old = attention.value.weight
     slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)

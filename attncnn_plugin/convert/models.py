@@ -11,25 +11,27 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..attention.images import ImageAttention
-from ..attention.state_dicts import HOOKS
 from ..attention.window import CONVOLUTIONS, shown
 from ..change import (
+    PARAMETER_HOOKS,
     Change,
     LayerChange,
     Successor,
     check_not_distributed,
     number_of_parameters,
     replace_layers,
+    succession,
     within,
 )
-from .back import ConvFit, mhsa_to_conv
-from .convolutions import Convolution, window_of
+from .back import ConvFit, nearest_kernel
+from .convolutions import Convolution, convolution_with
 from .drift import drifts
-from .pixels import OwnConvolution, conv_to_mhsa
+from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 
+@torch.inference_mode(False)
 def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **settings: Any) -> Change:
     """Turns convolutions of a model into attention that computes the same, in place.
 
@@ -71,6 +73,7 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
     return _put_in_place(model, chosen, attention, reports, drift)
 
 
+@torch.inference_mode(False)
 def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
     """Turns all attention of :func:`~attncnn_plugin.convert.convs_to_attention` back into convolutions, in place.
 
@@ -112,21 +115,18 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
     if too_far:
         worst = max(too_far, key=lambda name: too_far[name])
         raise ValueError(
-            f'{len(too_far)} of {len(layers)} layers are no convolution any more for tolerance={tolerance:g}: '
-            f'{", ".join(too_far)}; the bound of {worst} is {too_far[worst]:.3g}'
+            f'{len(too_far)} of {len(layers)} layers are no convolution any more, of the class that they had, for '
+            f'tolerance={tolerance:g}: {", ".join(too_far)}; the bound of {worst}, a {type(convs[worst]).__name__}, '
+            f'is {too_far[worst]:.3g}; mhsa_to_conv turns a layer into the nearest plain convolution'
         )
     return _put_in_place(model, layers, convs, fits)
 
 
-def _back(layer: ImageAttention) -> Tuple[Convolution, ConvFit]:
-    conv, fit = mhsa_to_conv(layer, layer.window.kernel_size)
-    if isinstance(layer.from_conv, OwnConvolution):
-        own = layer.from_conv.conv  # its options can be other words for the same, 'valid' for 0
-        if type(own) is type(conv) and window_of(own) == window_of(conv):
-            conv = layer.from_conv.with_entries(conv.state_dict()).train(conv.training)
-    for key, parameter in conv.named_parameters():
-        parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
-    return conv, fit
+def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
+    kernel, fit = nearest_kernel(layer, layer.window.kernel_size)
+    own: Any = layer.from_conv or OwnConvolution(convolution_with(kernel))
+    conv, lost = own.back(layer, kernel)
+    return conv, dataclasses.replace(fit, bound=fit.bound + lost)
 
 
 def _convert_each(
@@ -164,8 +164,9 @@ def _put_in_place(
 def in_words(layer: Any) -> str:
     """Returns what a layer is: a convolution by its kernel, attention by its heads, any other by its class."""
     if isinstance(layer, CONVOLUTIONS):
-        kernel, stride = ('×'.join(map(str, sizes)) for sizes in (layer.kernel_size, layer.stride))
-        return f'{kernel} kernel' if set(layer.stride) == {1} else f'{kernel} kernel, stride {stride}'
+        kernel, stride = (own if isinstance(own, tuple) else (own,) for own in (layer.kernel_size, layer.stride))
+        name = f'{"×".join(map(str, kernel))} kernel'
+        return name if set(stride) == {1} else f'{name}, stride {"×".join(map(str, stride))}'
     heads = getattr(layer, 'num_heads', None)
     return type(layer).__name__ if heads is None else '1 head' if heads == 1 else f'{heads} heads'
 
@@ -187,15 +188,16 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
             x = x.unflatten(1, (-1, shape[1]))  # (C_out, K, C_in/groups)
         return x.transpose(1, 2).reshape(shape)
 
-    replaced = {parameter: Successor() for parameter in old.values()}
+    replaced: Dict[nn.Parameter, Successor] = {}
     if f'{after}bias' in new:
-        bias = new.pop(f'{after}bias')
-        replaced[old[f'{before}bias']] = Successor({f'{after}bias': bias}, bias, lambda x: x)
-    source = old[f'{before}weight']
+        bias, own = new.pop(f'{after}bias'), old.pop(f'{before}bias')
+        replaced[own] = succession(own, {f'{after}bias': bias}, bias, lambda x: x)
+    source = old.pop(f'{before}weight')
+    replaced.update((parameter, succession(parameter, {})) for parameter in old.values())
     # An heir has the entries of the old weight, so that their momentum is its own.
     same = before != after and source.numel() == weight.numel() and not weight.is_meta
     same = same and torch.equal(reorder(source.detach()), weight.detach())
-    replaced[source] = Successor(new, weight, reorder) if same else Successor(new)
+    replaced[source] = succession(source, new, *((weight, reorder) if same else ()))
     return replaced
 
 
@@ -217,6 +219,8 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
             raise ValueError(f'layers={layers!r} chooses none of the convolutions of the model, {_some(convolutions)}')
     else:
         chosen = set()
+        if not isinstance(layers, Iterable):
+            raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
         for pattern in [layers] if isinstance(layers, str) else layers:
             if not isinstance(pattern, str):
                 raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
@@ -234,6 +238,14 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
 
 def _some(names: List[str]) -> str:
     return ', '.join(names) if len(names) <= 6 else f'{", ".join(names[:5])} … ({len(names)} of them)'
+
+
+def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:
+    """Refuses what :func:`convs_to_attention` would refuse; returns the names of the layers."""
+    chosen = find_convolutions(model, layers)
+    check_replaceable(model, chosen)
+    _convert_each(chosen, lambda conv: (check_settings(conv, **settings), None))
+    return list(chosen)
 
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
@@ -267,11 +279,12 @@ def _check_plain(name: str, layer: nn.Module) -> None:
     """Refuses what would be lost with a layer, or changes what it computes."""
     if any(map(is_lazy, layer.parameters(recurse=False))):
         raise ValueError(f'{name} is a {type(layer).__name__} without weights yet: run the model on an input first')
-    if is_parametrized(layer) or any(getattr(layer, hooks) for hooks in HOOKS) or 'forward' in vars(layer):
+    hooks = any(value for key, value in vars(layer).items() if key.endswith('_hooks'))
+    if hooks or is_parametrized(layer) or {'forward', '_conv_forward'} & vars(layer).keys():
         raise ValueError(
             f'{name} has hooks, parametrizations or a forward of its own, as weight norm has: remove them first, by '
             'torch.nn.utils.parametrize.remove_parametrizations for instance'
         )
     for key, parameter in layer.named_parameters(recurse=False):
-        if parameter._backward_hooks or getattr(parameter, '_post_accumulate_grad_hooks', None):
+        if any(getattr(parameter, hooks) for hooks in PARAMETER_HOOKS):
             raise ValueError(f'{name}.{key} has hooks: remove them first')

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from ..attention.images import block_diagonal
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
 from ..attention.window import Window, per_axis
 from ..change import number_of_parameters
+from .convolutions import computed, convolution_with
 
 ATTN_BIAS = 40.0  # M: e^−40 is 4e-18, less than the rounding of 1 in float64
 
@@ -166,11 +167,12 @@ def choose_head_dims(
 
 
 def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -> int:
-    """Returns how many heads a generic convolution with stride 1 and ``padding='same'`` needs; they are enough.
+    """Returns how many heads are enough for every convolution with stride 1 and ``padding='same'``.
 
     It is the number of shifts between patches that the kernel covers: (2⌈(K − 1)/2P⌉ + 1)² for an odd K (L21,
-    Theorem 1), thus K² for pixels, P = 1 (Theorem 5), and 9 if P ≥ K > 1 (Theorem 6); for an even K, which L21 does not
-    treat, as many or fewer.
+    Theorem 1), thus K² for pixels, P = 1, and 9 if P ≥ K > 1 (Theorem 6); for an even K, which L21 does not treat, as
+    many or fewer. A generic convolution cannot have fewer if it has channels enough (Theorem 5 has the condition
+    N_h < min{K², d}): for pixels C_in·C_out/groups ≥ K². ``Conv2d(1, 1, 3)`` is two heads, not nine.
 
     Args:
         kernel_size (int | tuple[int, int]): Size K of the kernel.
@@ -211,7 +213,7 @@ def conv_to_patch_mhsa(
         of P, and the shifts, widths and parameters that it takes.
 
     Raises:
-        TypeError: ``conv`` is not an ``nn.Conv2d``.
+        TypeError: ``conv`` is not an ``nn.Conv2d``, or computes something else than its attributes describe.
         ValueError: A size or width below 1, or a convolution of another kind.
 
     Examples:
@@ -224,7 +226,8 @@ def conv_to_patch_mhsa(
         True
     """
     rows, columns = per_axis('patch_size', patch_size, 2)
-    shifts = patch_shifts(conv, (rows, columns))
+    size_before, training, shifts = number_of_parameters(conv), conv.training, patch_shifts(conv, (rows, columns))
+    conv = cast(nn.Conv2d, convolution_with(computed(conv)))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
     (first_row, first_column), (last_row, last_column) = shifts[0], shifts[-1]
     size = last_row - first_row + 1, last_column - first_column + 1
@@ -240,8 +243,8 @@ def conv_to_patch_mhsa(
         **dd,
     )
     attend_like_convolution(attention, conv, (rows, columns))
-    module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
-    sizes = number_of_parameters(conv), number_of_parameters(module)
+    module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(training)
+    sizes = size_before, number_of_parameters(module)
     return module, PatchConversionReport(len(shifts), shifts, attention.head_dims, *sizes)
 
 

@@ -6,10 +6,10 @@ With content, heads begin with W^Q = 0 (Li et al. 2021); the gate is that of d'A
 import copy
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from torch import Tensor
 from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
 from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..attention.positions import QuadraticEncoding
-from ..attention.state_dicts import StateDict, copy_without_values
+from ..attention.state_dicts import StateDict
+from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Window, per_axis, shown
-from .convolutions import Convolution, block_norms, flat_kernel, plain_convolution, window_of
+from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel
 from .fewer_heads import (
     LOWEST_SCORE,
     best_probs,
@@ -56,7 +57,7 @@ class ConversionReport:
         alpha (float | None): Width α of heads that each see one position, as stored; None for heads that see several.
         deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, at any
             pixel of any image.
-        conv (nn.Module | None): The convolution as it was, where ``deviation`` is not 0: for :attr:`output_bound`.
+        conv (Computed | None): The convolution as it was, where ``deviation`` is not 0: for :attr:`output_bound`.
         drift (float | None): ‖Y − Y'‖/‖Y‖ of the outputs of the layer before and after for the example input; None
             without an example, or where the model does not use the layer.
     """
@@ -66,7 +67,7 @@ class ConversionReport:
     bound: float
     alpha: Optional[float] = None
     deviation: float = 0.0
-    conv: Optional[Convolution] = field(default=None, repr=False, compare=False)
+    conv: Optional[Computed] = field(default=None, repr=False, compare=False)
     drift: Optional[float] = None
 
     @cached_property
@@ -75,7 +76,7 @@ class ConversionReport:
         if self.conv is None:
             return 0.0
         # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
-        kernel = self.conv.weight.detach().double().flatten(2)
+        kernel = self.conv.weight.double().flatten(2)
         return 2 * self.deviation * block_norms(kernel, self.conv.groups).sum().item()
 
     def __str__(self) -> str:
@@ -105,11 +106,15 @@ def conv_to_mhsa(
 
     With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0. For attention that
     keeps learning, give a smaller one, about 6. Its heads see a little of their neighbours, which the report states.
+    Weight decay would move centres all the same: leave it off ``encoding``.
+
+    One NaN or infinite pixel makes all outputs of its image NaN. With ``position='table'``, without content, it makes
+    only those NaN whose window has it, as of the convolution.
 
     Args:
-        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or one of timm's with ``'SAME'``
-            padding or weight standardization. Its device, dtype, mode and ``requires_grad`` are those of the result;
-            float16 and bfloat16 layers compute their scores in float32.
+        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or of a class of its own that computes
+            one, such as those with ``'SAME'`` padding or weight standardization. Its device, dtype, mode and
+            ``requires_grad`` are those of the result; float16 and bfloat16 layers compute their scores in float32.
         num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
         alpha (float, optional): Width α of the heads (C20, eq. 9), from 0.1 to 1e6, with one for each kernel position.
             Defaults to 800, no error at all; 46 is below the rounding error of float64 (C20's remark on Lemma 2).
@@ -127,9 +132,11 @@ def conv_to_mhsa(
         generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
 
     Raises:
-        TypeError: ``conv`` is not one of these, has no weights yet, or not real ones.
+        TypeError: ``conv`` is not one of these, has no weights yet, or not real ones, or it computes something else
+            than its attributes describe.
         ValueError: ``num_heads`` is not from 1 to the number of kernel positions; ``alpha`` is not from 0.1 to 1e6, or
-            given for fewer heads than kernel positions; a weight is not finite; an unknown ``content`` or ``position``;
+            given for fewer heads than kernel positions; a weight is not finite, not there (on the meta device), or
+            too large for fewer heads; an unknown ``content`` or ``position``;
             Gaussian heads, but fewer than kernel positions; a ``window_size`` that is not odd or does not hold the
             kernel; an argument of content without it.
 
@@ -148,11 +155,13 @@ def conv_to_mhsa(
         >>> round(report.deviation, 4), bool(report.relative_error < 0.02)
         (0.0098, True)
     """
-    settings = check_settings(conv, num_heads, alpha, content, position, window_size, qk_dim)
-    attention = new_attention(conv, **settings)
-    plain = plain_convolution(conv)
+    plain = computed(conv)
+    settings = check_settings(plain, num_heads, alpha, content, position, window_size, qk_dim)
+    if plain.weight.is_meta:
+        raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
+    attention = new_attention(conv, plain=plain, **settings)
     if attention.value.bias is not None:
-        attention.value.bias.copy_(plain.bias)
+        attention.value.bias.copy_(cast(Tensor, plain.bias))
     share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
     if isinstance(attention, ContentImageAttention):
         limit, key = plain.in_channels**-0.5, attention.key.weight
@@ -169,7 +178,7 @@ def conv_to_mhsa(
 
 
 def check_settings(
-    conv: Convolution,
+    conv: Union[Convolution, Computed],
     num_heads: Optional[int] = None,
     alpha: Optional[float] = None,
     content: Optional[str] = None,
@@ -182,7 +191,7 @@ def check_settings(
     Raises:
         TypeError, ValueError: See :func:`conv_to_mhsa`.
     """
-    window = window_of(plain_convolution(conv))
+    window = computed(conv).window
     positions = math.prod(window.kernel_size)
     if num_heads is None:
         num_heads = positions
@@ -247,27 +256,66 @@ def _checked_window_size(
 
 @dataclass(frozen=True, eq=False)
 class OwnConvolution:
-    """The convolution that a layer was made from, whose state dicts it converts.
+    """The convolution that a layer was made from: it converts state dicts of it, and the layer back to it.
 
     Attributes:
-        conv (nn.Module): The convolution on the meta device, with all its options.
+        conv (nn.Module): The convolution, of its own class and with all that it has. Its weight and bias are on the
+            meta device where the attention computes with them as they are, not standardized for instance.
     """
 
-    conv: Convolution
+    conv: Any
 
-    def with_entries(self, entries: StateDict) -> Convolution:
-        """Returns the convolution with the entries of a state dict; raises ``ValueError`` for those of another."""
+    @classmethod
+    def of(cls, conv: Any, plain: Computed) -> 'OwnConvolution':
+        """Returns the record of a convolution that computes ``plain``."""
+        own = {id(parameter) for parameter in (conv.weight, conv.bias) if plain.own}
+        return cls(copy_with(conv, lambda x: x.detach().to('meta') if id(x) in own else x.detach().clone()))
+
+    def like(self, attention: ImageAttention) -> Any:
+        """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
+        to = attention.value.weight
+
+        def moved(x: Tensor) -> Tensor:
+            dtype = to.dtype if x.is_floating_point() else x.dtype
+            return x.detach().to(x.device if x.is_meta else to.device, dtype, copy=True)
+
+        conv = copy_with(self.conv, moved)
+        for key, own in conv.named_parameters(recurse=False):
+            if key in ('weight', 'bias'):
+                own.requires_grad_(attention.value.get_parameter(key).requires_grad)
+        return conv.train(attention.training)
+
+    def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
+        """Returns the convolution with a kernel, and the largest error of an output for pixels of norm 1.
+
+        There is an error where it computes its weights, and those that it has, from when it became attention, give
+        another kernel.
+        """
+        conv = self.like(attention)
+        new: Dict[int, Any] = {
+            id(conv.weight): kernel.weight,
+            id(conv.bias): kernel.bias,
+        }  # with the strides that they had
+        at = kernel.weight.device
+        conv = copy_with(conv, lambda x: torch.empty_like(x, device=at).copy_(new[id(x)]) if x.is_meta else x)
+        lost, found = 0.0, computed(conv)
+        if not found.own:
+            lost = block_norms((found.weight - kernel.weight).double().flatten(2), kernel.groups).sum().item()
+            if found.bias is not None and kernel.bias is not None:
+                lost += (found.bias - kernel.bias).abs().max().item()
+        return conv, lost
+
+    def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:
+        """Converts a state dict of the convolution; raises ``ValueError`` for one of another."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # W^K is the same on every rank
         conv = copy.deepcopy(self.conv)
         try:
             conv.load_state_dict(entries, assign=True)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        return conv
-
-    def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:
-        """Converts a state dict of the convolution; raises ``ValueError`` for one of another."""
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # W^K is the same on every rank
-        return conv_to_mhsa(self.with_entries(entries), **attention.settings, generator=generator)[0].state_dict()
+        converted = conv_to_mhsa(conv, **attention.settings, generator=generator)[0]
+        attention.from_conv = converted.from_conv
+        return converted.state_dict()
 
 
 def new_attention(
@@ -278,10 +326,14 @@ def new_attention(
     content: Optional[str] = None,
     window_size: Optional[Sequence[int]] = None,
     qk_dim: int = 0,
+    plain: Optional[Computed] = None,
 ) -> ImageAttention:
-    """Returns attention that can replace a convolution, with values yet to be set, by :func:`check_settings`."""
-    plain = plain_convolution(conv)
-    arguments = plain.in_channels, plain.out_channels, num_heads, window_of(plain)
+    """Returns attention that can replace a convolution, with values yet to be set, by :func:`check_settings`.
+
+    ``plain`` is what the convolution computes, where it is known already.
+    """
+    plain = computed(conv) if plain is None else plain
+    arguments = plain.in_channels, plain.out_channels, num_heads, plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     attention: ImageAttention
@@ -295,14 +347,15 @@ def new_attention(
     attention.to_empty(device=plain.weight.device)
     if alpha is not None:
         attention.settings['alpha'] = alpha
-    attention.from_conv = OwnConvolution(copy_without_values(conv))
+    attention.from_conv = OwnConvolution.of(conv, plain)
     attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
+    attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))
     if attention.value.bias is not None:
         attention.value.bias.requires_grad_(conv.bias.requires_grad)
     return attention
 
 
-def _place_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
+def _place_heads(attention: Any, conv: Computed, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
     """Sets where heads look, at pixels at δ, ``(S, ndim)``, by a ``share`` of the probabilities, and their values."""
     encoding, window, num_heads = attention.encoding, attention.window, attention.num_heads
     if num_heads == math.prod(window.kernel_size):
@@ -325,14 +378,20 @@ def _place_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor
     scores[:, entry] = log_scores(best_probs(matrix, num_heads)).to(table.device)
     table.copy_(scores.reshape(table.shape))
     probs = share * encoding().flatten(1)[:, entry]  # as stored, so that W makes up for their rounding
-    weight = best_weight(matrix, probs).to(matrix)
+    exact = best_weight(matrix, probs)
+    if exact.abs().max() > torch.finfo(matrix.dtype).max:
+        raise ValueError(
+            f'num_heads={num_heads} needs values of {exact.abs().max():.3g}, more than {matrix.dtype} holds: leave out '
+            'num_heads, or scale the weights of conv'
+        )
+    weight = exact.to(matrix)
     slices = weight.T.unflatten(0, (conv.out_channels, -1))  # (C_out, C_in/groups, N), as of a kernel with N positions
     attention.value.weight.copy_(slices.transpose(1, 2).flatten(1))
     bound = truncation_errors(matrix)[num_heads].item()
     return ConversionReport(num_heads, relative_error(matrix, probs, weight), bound)
 
 
-def report_of_alpha(conv: Convolution, window: Window, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
+def report_of_alpha(conv: Computed, window: Window, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
     """Returns how near heads −α‖δ − Δ‖² at the shifts of a window, which see the pixels at δ, come to the convolution.
 
     In an image that ends somewhere the own pixel of a head gets more: an image without end is the worst case (C20,
@@ -351,7 +410,7 @@ def report_of_alpha(conv: Convolution, window: Window, alpha: float, pixels: Ten
         0.0,
         alpha=alpha,
         deviation=deviation,
-        conv=copy.deepcopy(conv) if deviation > 0 else None,
+        conv=replace(conv, weight=conv.weight.clone()) if deviation > 0 else None,
     )
 
 

@@ -39,17 +39,20 @@ def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
     return torch.cartesian_prod(*axes).reshape(-1, len(axes)).all(1)
 
 
-def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
+def inverse_of_shifts(target: Tensor) -> Tensor:
+    """Returns the pseudo-inverse of the matrix of all ⟨S_δ, S_δ'⟩, ``(K, K)``, which count queries of equal targets."""
+    gram = torch.stack([((target == row) & (row >= 0)).sum(1) for row in target]).double()
+    return torch.linalg.pinv(gram, hermitian=True)
+
+
+def fit_shifts(probs: Tensor, target: Tensor, inverse: Optional[Tensor] = None) -> Tensor:
     """Returns the c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``; the smallest of several.
 
-    P is ``(N_h, Q, pixels)``, float64, S as of :func:`targets`.
+    P is ``(N_h, Q, pixels)``, float64, S as of :func:`targets`, and ``inverse`` that of :func:`inverse_of_shifts`.
     """
-    inside = target >= 0
-    # The normal equations. Both sides are sums over queries: ⟨S_δ, S_δ'⟩ counts those with the same target.
-    gram = torch.stack([((target == row) & (row >= 0)).sum(1) for row in target]).double()
     index = target.clamp(min=0).expand(len(probs), -1, -1).mT
-    product = (probs.gather(2, index) * inside.T).sum(1)  # ⟨P_h, S_δ⟩, (N_h, K)
-    return product @ torch.linalg.pinv(gram, hermitian=True)
+    product = (probs.gather(2, index) * (target >= 0).T).sum(1)  # ⟨P_h, S_δ⟩, (N_h, K), sums over queries
+    return product @ (inverse_of_shifts(target) if inverse is None else inverse)
 
 
 def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:

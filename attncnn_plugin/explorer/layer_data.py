@@ -6,8 +6,8 @@ A layer has
 - ``centers``: Δ of its heads, ``(N_h, 2)``, where they are Gaussian and do not depend on an image, or null;
 - ``grid``: height H and width W of its keys, in patches, tokens or pixels;
 - ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding;
-- ``others``: the names of the T tokens beside the grid, such as class tokens. They are queries too, the first ones:
-  there are N = T + rows · columns queries;
+- ``others``: the names of the T tokens beside the grid: ``cls``, the one that the model reads, ``extra 2``, …. They are
+  queries too, the first ones: there are N = T + rows · columns queries;
 - ``keys``: null where a query sees all K = H·W keys. In windows the numbers of the K = M keys in the window of each
   query, ``(N, M)``, H·W for those that it does not see;
 - ``parts``: of ``position``, ``content`` and ``both`` those that the layer has, or ``attention`` of another library's
@@ -24,16 +24,17 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 
 import base64
 import gzip
-from typing import Any, Dict, List, Optional, Sequence
+import math
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import attention_layers, layer_labels, probs_of_scores, visit_layers
+from ..analysis.layer_maps import HIDDEN, attention_layers, layer_labels, probs_of_scores, visit_layers
+from ..analysis.recorder import no_attention, observe
 from ..attention import AttentionLayer
-from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import find_transformer
+from ..heads.places import Places, cells
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head
 ROUNDING = 1e-5  # of a sum of probabilities
@@ -65,31 +66,47 @@ def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
 
 
 def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
-    """Returns the data of the attention that another library's vision transformer computes on images."""
+    """Returns the data of the attention between patches that a model of another library computes on images."""
     found: Dict[str, Layer] = {}
-    others = find_transformer(model).prefix_names
+    others: Dict[str, Tuple[int, ...]] = {}
+    tokens: Dict[str, List[float]] = {}
+    windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
 
-    def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        probs, patches, windows, keys = probs.float().cpu(), places.grid[0] * places.grid[1], places.windows, None
-        _check_pairs(name, images, places.grid, patches if windows is None else windows.shape[1])
-        if windows is None:
-            probs, beside = probs[0, :, :, places.prefix :], probs[0, :, :, : places.prefix]
+    def visit(name: str, probs: Tensor, places: Places) -> None:
+        probs = probs.float().cpu()
+        if not probs.isfinite().all():
+            raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+        same = places.are_windows or places.queries is not None and torch.equal(places.queries, places.keys)
+        if not same or places.on_grid(probs[:, :1]) is None:
+            others[name] = tuple(probs.shape)
+            return
+        queries, numbers = places.queries.cpu(), places.keys.cpu()
+        (_, query, grid), (_, key, _) = cells(queries), cells(numbers)
+        _check_pairs(name, images, grid, key.shape[1])
+        where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
+        where = where[(query < 0).sum() :] if places.are_windows else where
+        probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
+        if places.are_windows:
+            keys = key[where // query.shape[1]]
+            beside = _outside((probs * (keys < 0)).sum(-1))
+            probs = probs.masked_fill(keys < 0, 0)
+            windows[name] = keys, windows.get(name, (None, False))[1] | (probs.amax(0) > HIDDEN)
         else:
-            windows = windows.cpu()
-            where = windows.flatten().argsort(stable=True)[:patches]  # of each patch; padding has the largest number
-            keys = windows[where // windows.shape[1]]  # (H·W, M)
-            probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, H·W, M)
-            probs, beside = probs.masked_fill(keys == patches, 0), _outside((probs * (keys == patches)).sum(-1))
-            if places.masked is not None:
-                keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
-        data = found.setdefault(
-            name, _layer(len(probs), places.grid, [*map(range, places.grid)], others[: places.prefix], keys)
-        )
-        if data['heads']:
-            data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
+            tokens[name] = numbers[0, key[0] < 0].tolist()
+            order = key[0].argsort(stable=True)
+            beside, probs = probs[..., order].split([len(tokens[name]), grid[0] * grid[1]], -1)
+        data = found.setdefault(name, _layer(len(probs), grid, [*map(range, grid)]))
+        data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
 
     for image in images.split(1):
-        visit_vit_attention(model, image, visit)
+        read = observe(model, image, visit)
+    if not found:
+        raise no_attention(model, others)
+    for name, numbers in tokens.items():
+        found[name]['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(numbers)]
+    for name, (keys, seen) in windows.items():
+        whole = keys.masked_fill(~seen, math.prod(found[name]['grid']))
+        found[name]['keys'] = packed(whole.numpy().astype(np.int32))
     return _finished(found)
 
 
@@ -119,8 +136,6 @@ def _layer(
     heads: int,
     size: Sequence[int],
     places: Sequence[Sequence[int]],
-    others: Sequence[str] = (),
-    keys: Optional[Tensor] = None,
     centers: Optional[List[List[float]]] = None,
 ) -> Layer:
     return {
@@ -129,8 +144,8 @@ def _layer(
         'grid': list(size),
         'rows': list(places[0]),
         'columns': list(places[1]),
-        'others': list(others),
-        'keys': None if keys is None else packed(keys.numpy().astype(np.int32)),
+        'others': [],
+        'keys': None,
         'parts': {},
     }
 

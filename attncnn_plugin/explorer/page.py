@@ -11,7 +11,7 @@ from typing import Optional, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import is_other_vit
+from ..analysis.layer_maps import has_own_attention
 from .layer_data import observed_layers, own_layers, packed
 
 FOLDER = Path(__file__).parent
@@ -56,7 +56,7 @@ def explorer_page(
             f'images, pictures and names are {len(images)}, {len(pictures)} and {len(names)}: give as '
             'many of each, at least one'
         )
-    layers = (observed_layers if is_other_vit(model) else own_layers)(model, images)
+    layers = (own_layers if has_own_attention(model) else observed_layers)(model, images)
     grid = [max(sizes) for sizes in zip(*(layer['grid'] for layer in layers))]
     shown = [packed(_rgb(picture)) for picture in pictures]
     data = json.dumps({'grid': grid, 'names': names, 'pictures': shown, 'layers': layers}, separators=(',', ':'))

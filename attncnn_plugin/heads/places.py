@@ -8,11 +8,13 @@ padding has 0. What a function moves, it moves of the numbers too. A linear map 
 import math
 import string
 from dataclasses import dataclass
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..attention.window import Window
 
 SIDE = 2**16  # rows and columns of an image at most
 MOVES = {
@@ -74,6 +76,12 @@ class Followed:
             for own in tensors[::-1]:
                 if own.shape == output.shape:
                     self.numbers[output] = self.numbers[own]
+
+    def take_over(self, tensors: Any, others: Any) -> None:
+        """Gives other tensors, of the same values, the numbers of tensors."""
+        for own, other in zip(flat(tensors), flat(others)):
+            if own in self.numbers and own.shape == other.shape:
+                self.numbers[other] = self.numbers[own]
 
     def move(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Moves the numbers as the tensors."""
@@ -143,6 +151,15 @@ class Places:
         place = cells(self.queries)[1]
         return len(place) != self.images or not (place == torch.arange(place.shape[1], device=place.device)).all()
 
+    def by_image(self, probs: Tensor) -> Iterator[Tuple[Tensor, 'Places']]:
+        """Yields the probabilities of the windows of each image, and their places."""
+        assert self.queries is not None and self.keys is not None
+        image = cells(self.queries)[0].amax(1)
+        for number in range(int(image.max()) + 1):
+            first = number * SIDE**2
+            numbers = (own[image == number] - (own[image == number] > 0) * first for own in (self.queries, self.keys))
+            yield probs[image == number], Places(*numbers)
+
     def on_grid(self, probs: Tensor) -> Optional[Tuple[Tensor, Tuple[int, int]]]:
         """Returns probabilities between all places, row-major, ``(B, N_h, H·W, H·W)``, and (H, W).
 
@@ -156,7 +173,8 @@ class Places:
             return None
         (image, query, grid), (of_key, key, of_keys) = cells(self.queries), cells(self.keys)
         number, images = math.prod(grid), int(image.max()) + 1
-        if not ((of_key == image[:, :1]) | (key < 0)).all() or not ((image == image[:, :1]) | (query < 0)).all():
+        own = image.amax(1, keepdim=True)
+        if not ((of_key == own) | (key < 0)).all() or not ((image == own) | (query < 0)).all():
             return None  # frames of a video attend to one another
         once = (image * number + query)[query >= 0].bincount(minlength=images * number) == 1
         if grid != of_keys or len(once) != images * number or not once.all():
@@ -180,10 +198,15 @@ def cells(numbers: Tensor) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
     return (whole // SIDE**2).clamp(min=0), place, (len(rows), len(columns))
 
 
-def places_of_grid(images: int, grid: Tuple[int, int]) -> Places:
-    """Returns the places of tokens that are a grid, row-major."""
-    numbers = new_numbers(torch.empty(images, 1, *grid), None).flatten(1)
-    return Places(numbers, numbers)
+def places_of_grid(images: int, grid: Tuple[int, ...], window: Optional[Window] = None) -> Places:
+    """Returns the places of tokens that are a grid, row-major, of which those are queries where a window is."""
+    numbers = new_numbers(torch.empty(images, 1, *grid), None)[:, 0]
+    queries = numbers
+    for axis, side in enumerate(grid if window is not None else ()):
+        place = window.queries(axis, side)
+        in_padding = ((place < 0) | (place >= side)).view([-1 if own == axis + 1 else 1 for own in range(len(grid) + 1)])
+        queries = queries.index_select(axis + 1, place.clamp(0, side - 1)).masked_fill(in_padding, 0)
+    return Places(queries.flatten(1), numbers.flatten(1))
 
 
 def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:

@@ -125,7 +125,8 @@ class Watch(threading.local):
             self.running[-1] = module, None
             name = self.functions.numbered(name)
             if self.visit is not None and self.wanted(name):
-                self.visit(name, module.probs_of(args[0]), places_of_grid(len(args[0]), module.grid_of(args[0])))
+                places = places_of_grid(len(args[0]), module.grid_of(args[0]), module.window)
+                self.visit(name, module.probs_of(args[0]), places)
         elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
             self.native = module
             self.functions.__exit__(None, None, None)
@@ -140,7 +141,8 @@ class Watch(threading.local):
             functions.__enter__()
             if has_run:
                 with torch.no_grad():
-                    module.forward(*args, **kwargs_and_output[0])  # once more, for what the fast path hides
+                    again = module.forward(*args, **kwargs_and_output[0])  # for what the fast path hides
+                functions.places.take_over([again], kwargs_and_output[1:])
         functions.close(module)
         self.running.pop()
         if not self.running:
@@ -200,7 +202,27 @@ class Attention:
         order = sorted(range(len(labels)), key=lambda axis: not labels[axis])  # heads last
         tensor = tensor.permute(*order, *range(len(labels), tensor.ndim))
         number = math.prod(size for _, size, _ in heads)
-        return tensor.reshape(-1, number, *tensor.shape[len(labels) :])
+        rows = math.prod(tensor.shape[: len(labels)]) // max(number, 1)
+        return tensor.reshape(rows, number, *tensor.shape[len(labels) :])
+
+    def in_order(self, output: Tensor) -> Tensor:
+        """Returns an output as the batch, then queries, then channels, ``(…, Q, d)``."""
+        axes = [self.labels.index(label) for label in self.batch]
+        axes += [axis for axis, label in enumerate(self.labels) if label == 'q']
+        tensor = output.permute(*axes, *(axis for axis in range(output.ndim) if axis not in axes))
+        return tensor.reshape(*tensor.shape[: len(self.batch)], -1, tensor.shape[-1])
+
+    def where(self, head: int, value: Tensor, output: Tensor) -> Tensor:
+        """Returns an output with that of one head replaced by a value, ``(d,)``."""
+        sizes = [self.sizes[label] for label in self.batch]
+        index = self.by_heads(torch.arange(math.prod(sizes), device=output.device).view(sizes))
+        chosen = torch.zeros(math.prod(sizes), dtype=torch.bool, device=output.device)
+        chosen[index[:, head]] = True
+        order = [self.batch.index(label) for label in self.labels if label in self.batch]
+        of_batch = [self.sizes[label] if label in self.batch else 1 for label in self.labels]
+        of_value = [len(value) if label == 'd' else 1 for label in self.labels]
+        chosen = chosen.view(sizes).permute(order).reshape(of_batch)
+        return torch.where(chosen, value.to(output).view(of_value), output)
 
     @property
     def places(self) -> Places:
@@ -219,9 +241,7 @@ class FunctionsSeen(TorchFunctionMode):
         super().__init__()
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
-        self.weights: Any = (
-            WeakTensorKeyDictionary()
-        )  # of softmax, and what they were before dropout, if something else
+        self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
@@ -251,6 +271,8 @@ class FunctionsSeen(TorchFunctionMode):
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Looks at a call and at what it gave; returns attention that it was."""
+        if isinstance(output, Tensor) and not output.numel():
+            return None  # of no heads, or of no images
         if func is F.scaled_dot_product_attention:
             return self.see_fused(probs_of_dot_products, output, *args, **kwargs)
         if getattr(func, '__name__', '') == 'flex_attention':

@@ -8,7 +8,8 @@ from typing import List, Sequence, Tuple, Union
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from mmpretrain.models.utils import to_2tuple
 from mmpretrain.registry import MODELS
-from torch import Tensor, nn
+from torch import Tensor
+from torchvision.ops import Permute
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..models.cmhsa import CMHSANetwork
@@ -28,13 +29,6 @@ def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
         )
 
 
-class ChannelsFirst(nn.Module):
-    """Maps features ``(B, H, W, D)`` to ``(B, D, H, W)``; tools can look at what a module gives."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 3, 1, 2)
-
-
 class GridBackbone:
     """mmpretrain's interface: outputs, frozen stages and layer depths.
 
@@ -45,13 +39,17 @@ class GridBackbone:
     OUT_TYPES = {'featmap', 'avg_featmap'}
     frozen_stages = -1  # while the network is being built
 
-    def _init_interface(self, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None):
+    def _init_interface(
+        self, img_size, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, **unknown
+    ):
         """Takes arguments of :class:`SAQuadratic` when the network is built."""
+        refuse_unknown(type(self).__name__, list(unknown))
+        self.img_size = to_2tuple(img_size)
         self.init_cfg = copy.deepcopy(init_cfg)
         self.num_layers = len(self.blocks)
         self.embed_dims = self.num_features
         del self.num_classes  # of timm: ClassNumCheckHook wants that of every module to be the data set's
-        self.featmap = ChannelsFirst()
+        self.featmap = Permute([0, 3, 1, 2])
         self.out_indices = self._resolve_out_indices(out_indices)
         self.grad_checkpointing = with_cp
 
@@ -61,8 +59,7 @@ class GridBackbone:
 
         if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
             raise ValueError(
-                f'`frozen_stages` {frozen_stages} must be -1 (nothing is frozen), 0 (the stem) or the '
-                f'number of blocks to freeze with it, at most {self.num_layers}'
+                f'`frozen_stages` {frozen_stages} must be 0 to {self.num_layers} blocks beside the stem, or -1'
             )
         self.frozen_stages = frozen_stages
         self._freeze_stages()
@@ -97,21 +94,13 @@ class GridBackbone:
         return num_layers - 1, num_layers
 
     def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
-        if isinstance(out_indices, int):
-            out_indices = [out_indices]
-        if not isinstance(out_indices, Sequence) or {type(i) for i in out_indices} != {int}:
-            raise ValueError(f'`out_indices` must be an int or a sequence of ints, but got {out_indices}')
-        resolved = []
-        for index in out_indices:
-            if not -self.num_layers <= index < self.num_layers:
-                raise ValueError(
-                    f'Invalid out_indices {index}: there are {self.num_layers} blocks, so it must be '
-                    f'from {-self.num_layers} to {self.num_layers - 1}'
-                )
-            resolved.append(index % self.num_layers)
-        if len(set(resolved)) < len(resolved):
-            raise ValueError(f'`out_indices` {out_indices} names a block twice')
-        return resolved
+        number, indices = self.num_layers, [out_indices] if isinstance(out_indices, int) else out_indices
+        valid = isinstance(indices, Sequence) and all(type(i) is int and -number <= i < number for i in indices)
+        if not valid or not 0 < len({i % number for i in indices}) == len(indices):
+            raise ValueError(
+                f'out_indices={out_indices!r} must name different blocks by numbers from {-number} to {number - 1}'
+            )
+        return [i % number for i in indices]
 
     def _freeze_stages(self) -> None:
         """Stops the gradient of the stem and of the first blocks, in eval mode; of the norm after all of them too."""
@@ -176,13 +165,9 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
     """
 
     arch_zoo = {
-        **dict.fromkeys(
-            ['b', 'base'], {'embed_dims': 400, 'num_layers': 6, 'num_heads': 9, 'feedforward_channels': 512}
-        ),
-        'base-16heads': {'embed_dims': 400, 'num_layers': 6, 'num_heads': 16, 'feedforward_channels': 512},
-        **dict.fromkeys(
-            ['t', 'tiny'], {'embed_dims': 64, 'num_layers': 3, 'num_heads': 9, 'feedforward_channels': 128}
-        ),
+        'base': dict(embed_dims=400, num_layers=6, num_heads=9, feedforward_channels=512),
+        'base-16heads': dict(embed_dims=400, num_layers=6, num_heads=16, feedforward_channels=512),
+        'tiny': dict(embed_dims=64, num_layers=3, num_heads=9, feedforward_channels=128),
     }
     attn_layer = QuadraticAttention
 
@@ -192,17 +177,11 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
         img_size=32,
         in_channels=3,
         reduction=2,
-        out_indices=-1,
-        out_type='featmap',
-        frozen_stages=-1,
         drop_rate=0.0,
         attn_drop_rate=0.0,
         drop_path_rate=0.0,
-        with_cp=False,
-        init_cfg=None,
-        **unknown,
+        **interface,
     ) -> None:
-        refuse_unknown(type(self).__name__, list(unknown))
         self.arch_settings = self._arch_settings(arch)
         super().__init__(
             attn_layer=self.attn_layer,
@@ -217,18 +196,14 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
         )
-        self.img_size = to_2tuple(img_size)
-        self._init_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)
+        self._init_interface(img_size, **interface)
 
     def _arch_settings(self, arch: Union[str, dict]) -> dict:
-        if isinstance(arch, str):
-            if arch.lower() not in self.arch_zoo:
-                raise ValueError(f'Arch {arch} is not in default archs {set(self.arch_zoo)}')
-            return self.arch_zoo[arch.lower()]
-        essential_keys = set(self.arch_zoo['base'])
-        if not isinstance(arch, dict) or set(arch) != essential_keys:
-            raise ValueError(f'Custom arch needs a dict with keys {essential_keys}, but got {arch}')
-        return arch
+        keys = self.arch_zoo['base'].keys()
+        settings = self.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
+        if not isinstance(settings, dict) or settings.keys() != keys:
+            raise ValueError(f'arch={arch!r} must be one of {[*self.arch_zoo]}, or a dict with the keys {[*keys]}')
+        return settings
 
 
 @MODELS.register_module()
@@ -296,22 +271,10 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
         model                               37,992 → 210,210
     """
 
-    def __init__(
-        self,
-        img_size=224,
-        in_channels=3,
-        num_layers=6,
-        feedforward_channels=None,
-        out_indices=-1,
-        out_type='featmap',
-        frozen_stages=-1,
-        with_cp=False,
-        init_cfg=None,
-        **network,
-    ) -> None:
+    def __init__(self, img_size=224, in_channels=3, num_layers=6, feedforward_channels=None, **interface) -> None:
         of_timm = {'in_chans', 'depth', 'mlp_dim', 'num_classes', 'global_pool', 'drop_rate', 'device', 'dtype'}
-        known = {*inspect.signature(CMHSANetwork).parameters} - of_timm
-        refuse_unknown(type(self).__name__, [name for name in network if name not in known])
+        names = {*inspect.signature(CMHSANetwork).parameters} - of_timm
+        network = {name: interface.pop(name) for name in names & interface.keys()}
         super().__init__(
             img_size=img_size,
             in_chans=in_channels,
@@ -320,5 +283,4 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
             num_classes=0,
             **network,
         )
-        self.img_size = to_2tuple(img_size)
-        self._init_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)
+        self._init_interface(img_size, **interface)

@@ -9,14 +9,14 @@ import torch
 from mmpretrain.registry import MODELS
 from torch import nn
 
-from ..attention.state_dicts import Restructurable, StructureError
+from ..attention.state_dicts import Restructurable, StateDict
 from ..attention.window import CONVOLUTIONS
 from ..change import Change
 from ..convert import convs_to_attention
-from ..convert.models import check_replaceable, find_convolutions
+from ..convert.models import check_convertible
 from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
-from ..structure import take_structures
+from ..structure import apply, plan
 from .backbones import refuse_unknown
 from .runner import record_new_parameters
 
@@ -33,11 +33,6 @@ class ConvToAttention(Restructurable):
     """Adds the two phases to the class of a backbone, see :func:`conv_to_attention`."""
 
     conversion: Conversion
-    training_advice = (
-        'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
-        "built before does not have its parameters. Build it with phase='attn', or call "
-        'attncnn_plugin.follow_state_dict(model, state_dict) before the optimizer is built, to train it further'
-    )
 
     @property
     def phase(self) -> str:
@@ -60,14 +55,9 @@ class ConvToAttention(Restructurable):
             )
         return convs_to_attention(self, self._convolutions(), **self.conversion.settings, generator=generator)
 
-    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes the structure of the state dict first."""
-        try:
-            _, replaced = take_structures(self, state_dict, prefix)
-            self._changed_by_loading |= bool(replaced)
-        except StructureError as error:
-            args[-1].append(str(error))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """Converts the layers, not the entries."""
+        self._replaced_by_loading |= bool(apply(self, plan(self, state_dict, prefix)).replaced)
 
     def init_weights(self) -> None:
         """Initializes attention as what the convolutions of the backbone begin as."""
@@ -86,9 +76,8 @@ class ConvToAttention(Restructurable):
 
     def _convolutions(self) -> List[str]:
         """Returns the layers to become attention that are convolutions."""
-        return [
-            name for name in self.conversion.layers if isinstance(nn.Module.get_submodule(self, name), CONVOLUTIONS)
-        ]
+        layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion.layers}
+        return [name for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)]
 
 
 @functools.cache
@@ -150,13 +139,7 @@ def conv_to_attention(
     model: Any = MODELS.build(copy.deepcopy(backbone))
     if hasattr(model, 'to_attention'):
         raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')
-    chosen = find_convolutions(model, layers)
-    check_replaceable(model, chosen)
-    for name, conv in chosen.items():
-        try:
-            check_settings(conv, **settings)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error
+    chosen = check_convertible(model, layers, settings)
     model.__class__ = _with_phases(type(model))
     model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
     model.register_load_state_dict_post_hook(record_new_parameters)

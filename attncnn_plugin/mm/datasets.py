@@ -44,15 +44,12 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         raise ValueError(f'num_images={num_images!r} of BalancedSubset must be a number of images, at least 1')
     dataset.full_init()
     labels = np.array([_label(dataset, i) for i in range(len(dataset))], dtype=int)
-    names = dataset.metainfo.get('classes') or ()
-    counts = np.bincount(labels, minlength=len(names))  # classes may have one name, as cranes
-    rarest = counts.argmin() if len(counts) else 0
-    most = len(counts) * int(counts.min(initial=len(labels)))
-    if num_images > most:
-        name = names[rarest] if rarest < len(names) else rarest
+    counts = np.bincount(labels, minlength=len(dataset.metainfo.get('classes') or ()))
+    rarest = int(counts.min(initial=len(labels)))
+    if num_images > rarest * len(counts):
         raise ValueError(
-            f'num_images={num_images} of BalancedSubset must be at most {most}: the dataset has {len(labels)} images '
-            f'in {len(counts)} classes, and {counts[rarest] if len(counts) else 0} of the class {name}'
+            f'num_images={num_images} of BalancedSubset must be at most {rarest * len(counts)}: the dataset has '
+            f'{len(labels)} images in {len(counts)} classes, and {rarest} of the rarest'
         )
     # In a random order of all images: the first one of every class, then the second one of every class, …
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -119,10 +116,6 @@ class Digits(ImageDataset):
             seen[label] += 1
         return samples
 
-    def extra_repr(self) -> List[str]:
-        """Returns the extra repr information of the dataset."""
-        return [f'Split: \t{self.split}']
-
 
 @MODELS.register_module()
 class FlipAndShift(ClsDataPreprocessor):
@@ -136,7 +129,7 @@ class FlipAndShift(ClsDataPreprocessor):
         **kwargs: Other keyword arguments in ``ClsDataPreprocessor``.
 
     Raises:
-        ValueError: ``flip`` is no probability, or ``shift`` is negative.
+        ValueError: ``flip`` is no probability, or ``shift`` is negative; images of several sizes in training.
 
     Examples:
         >>> preprocessor = FlipAndShift(flip=1, shift=0)
@@ -154,8 +147,14 @@ class FlipAndShift(ClsDataPreprocessor):
     def forward(self, data: dict, training: bool = False) -> dict:
         """Flips and shifts the images in training, then normalizes them."""
         inputs = data['inputs']
-        if not training and len({tuple(image.shape) for image in inputs}) > 1:
+        sizes = sorted({tuple(image.shape[-2:]) for image in inputs})
+        if len(sizes) > 1 and not training:
             return super().forward(data, training)  # which pads them
+        if len(sizes) > 1:
+            raise ValueError(
+                f'FlipAndShift got images of {len(sizes)} sizes, such as {sizes[0]} and {sizes[-1]}: put '
+                "dict(type='Resize', scale=…) before PackInputs in the pipelines of the config"
+            )
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
         images = self._moved(images) if training else images
         return super().forward({**data, 'inputs': images}, training)

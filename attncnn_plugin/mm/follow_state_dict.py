@@ -4,7 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmpretrain.registry import HOOKS
 
-from .runner import follow_checkpoint, unwrapped, wrap_again
+from .runner import follow_checkpoint, wrap_again
 
 
 @HOOKS.register_module()
@@ -25,18 +25,15 @@ class FollowStateDictHook(Hook):
             StructureError: Attention of the checkpoint cannot be in the place that it has there.
             ValueError: In training, the checkpoint has parameters that the optimizer does not have.
         """
-        model = unwrapped(runner.model)
-        trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-        changed = follow_checkpoint(runner, checkpoint)
-        if not changed or not isinstance(runner.optim_wrapper, OptimWrapper):
+        change = follow_checkpoint(runner, checkpoint)
+        if not change or not isinstance(runner.optim_wrapper, OptimWrapper):
             return
-        now = {parameter for parameter in model.parameters() if parameter.requires_grad}
-        if now != trained:
-            new = [name for name, parameter in model.named_parameters() if parameter in now - trained]
-            which = f'parameters that it does not have, such as {new[0]}' if new else 'parameters that do not train'
+        new = [own.parameters for own in change.replaced.values()]
+        trained = [name for own in new for name, parameter in own.items() if parameter.requires_grad]
+        if trained:
             raise ValueError(
-                f'the optimizer was built before the model took the structure of the checkpoint, with {which}: build '
-                "the model with that structure, such as phase='attn' of CMHSA or of the backbone ConvToAttention, or "
-                'resume the run with the PhaseTransitionHook that it had'
+                'the optimizer was built before the model took the structure of the checkpoint, with parameters that '
+                f"it does not have, such as {trained[0]}: build the model with that structure, such as phase='attn' of "
+                'CMHSA or of the backbone ConvToAttention, or resume the run with the PhaseTransitionHook that it had'
             )
         wrap_again(runner)

@@ -2,7 +2,6 @@
 
 from typing import Optional, Sequence, Union
 
-from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import nn
 
@@ -14,6 +13,7 @@ from .follow_state_dict import FollowStateDictHook
 from .runner import (
     HEAD_NUMBERS,
     averaged_models,
+    check_loop,
     check_wrapper,
     head_numbers,
     optimizers,
@@ -88,15 +88,8 @@ class HeadPruningHook(FollowStateDictHook):
                 not for a layer; or a layer cannot lose heads.
             ValueError: The model has no attention with heads to prune; criteria that are unknown.
         """
-        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError(
-                f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
-                'train_cfg=dict(by_epoch=True, …)'
-            )
-        late = [epoch for epoch in self.epochs if epoch >= runner.max_epochs]
-        if late:
-            ends = f'The run ends after {runner.max_epochs} epochs'
-            runner.logger.warning(f'{ends}: HeadPruningHook removes no heads at epoch {", ".join(map(str, late))}')
+        check_loop(runner, self)
+        self._warn_of_end(runner, runner.max_epochs)
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = self.pruner.layers(model)
@@ -108,6 +101,15 @@ class HeadPruningHook(FollowStateDictHook):
         self.pruner.check(model, training_batches(runner, 1) if counts else ())
         if counts:
             runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
+
+    def after_train(self, runner) -> None:
+        """Warns of a run that ends before heads were removed; another hook may have stopped it."""
+        self._warn_of_end(runner, runner.epoch)
+
+    def _warn_of_end(self, runner, end: int) -> None:
+        late = ', '.join(str(epoch) for epoch in self.epochs if epoch >= end)
+        if late:
+            runner.logger.warning(f'The run ends after {end} epochs: HeadPruningHook removes no heads at epoch {late}')
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning."""
@@ -143,7 +145,7 @@ class HeadPruningHook(FollowStateDictHook):
                 f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '
                 'besides duplicates'
             )
-        numbers = head_numbers(runner, layers)
+        numbers = head_numbers(runner, {name: layer.num_heads for name, layer in layers.items()})
         for name, heads in judged.heads.items():
             numbers[name] = [number for head, number in enumerate(numbers[name]) if head not in heads]
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)

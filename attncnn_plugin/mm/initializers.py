@@ -14,7 +14,7 @@ OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but
 
 
 class _LastInitializer:
-    """An initializer that comes after all others, those of the modules inside too."""
+    """An initializer whose ``start`` comes after all others, those of the modules inside too."""
 
     def __call__(self, module: nn.Module) -> None:
         """Starts a module; raises ``ValueError`` if other initializers follow, or a ``Pretrained`` one is beside it."""
@@ -24,10 +24,6 @@ class _LastInitializer:
         self.start(module)
         if is_initializing:
             update_init_info(module, init_info=type(self).__name__)
-
-    def start(self, module: nn.Module) -> None:
-        """Sets what the initializer is for."""
-        raise NotImplementedError
 
 
 @WEIGHT_INITIALIZERS.register_module()

@@ -4,17 +4,20 @@ import copy
 from typing import List, Optional, Sequence, Union
 
 from mmengine.config import Config
+from mmengine.dist import all_gather_object
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ..convert.drift import evaluated_copy, relative_change, tensors_in
 from ..training import parts_in_phases, to_attention
 from .runner import (
+    UNITS,
+    add_scalars,
     averaged_models,
     build_schedulers,
+    check_loop,
     check_wrapper,
     follow_checkpoint,
     forward,
@@ -25,9 +28,6 @@ from .runner import (
     unwrapped,
     wrap_again,
 )
-
-LOOPS = {'epoch': EpochBasedTrainLoop, 'iter': IterBasedTrainLoop}  # what counts in these units
-UNITS = {'epoch': 'epochs', 'iter': 'iterations'}
 
 
 @HOOKS.register_module()
@@ -81,18 +81,14 @@ class PhaseTransitionHook(Hook):
         param_scheduler: Optional[Union[dict, List[dict]]] = None,
         iter: Optional[int] = None,
     ):
-        if (epoch is None) == (iter is None):
+        given = [length for length in (epoch, iter) if length is not None]
+        if len(given) != 1 or not isinstance(given[0], int) or given[0] < 0:
             raise ValueError(
-                f'epoch={epoch} and iter={iter} of PhaseTransitionHook: give one of them, the length of the first phase'
+                f'epoch={epoch!r} and iter={iter!r} of PhaseTransitionHook: give one of them, the number of epochs or '
+                'of iterations of the first phase, 0 for none'
             )
         self.unit = 'epoch' if iter is None else 'iter'
-        self.begin = epoch if iter is None else iter  # of the second phase
-        self._when = f'{self.unit}={self.begin!r}'
-        if not isinstance(self.begin, int) or self.begin < 0:
-            raise ValueError(
-                f'{self._when} of PhaseTransitionHook must be the number of {UNITS[self.unit]} of the first phase, '
-                '0 for none'
-            )
+        self.begin = given[0]  # of the second phase
         self.optim_wrapper = optim_wrapper or {}
         self.param_scheduler = param_scheduler
 
@@ -103,12 +99,7 @@ class PhaseTransitionHook(Hook):
             TypeError: The loop counts something else, or the model is wrapped by something else than DDP.
             ValueError: There is nothing to convert, or a mistake in the settings of the second phase.
         """
-        if not isinstance(runner.train_loop, LOOPS[self.unit]):
-            raise TypeError(
-                f'{self._when} of PhaseTransitionHook counts {UNITS[self.unit]}, but the loop is a '
-                f'{type(runner.train_loop).__name__}: epoch is for train_cfg=dict(by_epoch=True, …), and iter for '
-                'by_epoch=False'
-            )
+        check_loop(runner, self, self.unit)
         check_wrapper(runner)
         make_groups_plain(runner)
         model = unwrapped(runner.model)
@@ -121,16 +112,12 @@ class PhaseTransitionHook(Hook):
         begins = done < self.begin or not is_resumed(runner)  # a first phase, of no length for 0
         if begins and parts_in_phases(model, 'attn'):
             raise ValueError(
-                f"the model is in phase='attn' at {self.unit} {done}, before {self._when} of "
+                f"the model is in phase='attn' at {self.unit} {done}, before {self.unit}={self.begin} of "
                 "PhaseTransitionHook turns it: start with phase='conv'; keep training a checkpoint of the second phase "
                 f"by resume=True and the {self.unit} that it was trained with; or train phase='attn' without this hook"
             )
-        if self._planned(runner) <= self.begin:
-            runner.logger.warning(
-                f'The run ends after {self._planned(runner)} {UNITS[self.unit]}, before the transition to attention '
-                f'after {self.unit} {self.begin} of PhaseTransitionHook'
-            )
-        elif parts_in_phases(model, 'conv'):
+        self._warn_of_end(runner, self._planned(runner))
+        if self._planned(runner) > self.begin and parts_in_phases(model, 'conv'):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
             self._build_optimization(runner, max(self.begin, done))
@@ -148,11 +135,12 @@ class PhaseTransitionHook(Hook):
                 'accumulated: the gradients of the last ones are dropped'
             )
         before = _features(runner, model, parts, data_batch)
-        # From the run's own seed: the same on every rank, and in a run that was resumed before.
-        for change in to_attention(model, runner.seed):
+        # The same draw on every rank, in a run that was resumed before, and in averages.
+        seed = all_gather_object(runner.seed)[0]
+        for change in to_attention(model, seed):
             runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
         for averaged in averaged_models(runner):
-            to_attention(averaged.module, runner.seed)  # the same seed: no average of two random draws
+            to_attention(averaged.module, seed)
         refresh_averages(runner)
         wrap_again(runner, compile=True)
         self._build_optimization(runner, done)
@@ -160,7 +148,7 @@ class PhaseTransitionHook(Hook):
         drift = relative_change(before, _features(runner, model, parts, data_batch)) if before else None
         if drift is not None:
             runner.message_hub.update_info('transition_drift', drift)
-            runner.visualizer.add_scalar('transition/relative_change', drift, step=done)  # curves are marked here
+            add_scalars(runner, {'transition/relative_change': drift}, done)  # curves are marked here
             runner.logger.info(f'Relative change of the features on the current batch: {drift:.3g}')
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
@@ -170,6 +158,17 @@ class PhaseTransitionHook(Hook):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             wrap_again(runner)
             self._build_optimization(runner, self.begin)
+
+    def after_train(self, runner) -> None:
+        """Warns of a run without a second phase, which another hook may have stopped."""
+        self._warn_of_end(runner, self._done(runner))
+
+    def _warn_of_end(self, runner, end: int) -> None:
+        if end <= self.begin:
+            runner.logger.warning(
+                f'The run ends after {end} {UNITS[self.unit]}, before the transition to attention after {self.unit} '
+                f'{self.begin} of PhaseTransitionHook'
+            )
 
     def _done(self, runner) -> int:
         """Returns the epochs or iterations that are over."""

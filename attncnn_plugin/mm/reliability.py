@@ -1,9 +1,9 @@
 """Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
 
+import contextlib
 import itertools
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -20,7 +20,7 @@ from mmpretrain.registry import HOOKS
 from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
-from .runner import checkpoint_to_load, have_stepped, is_resumed, load_from, seed_epoch
+from .runner import averaged_models, checkpoint_to_load, have_stepped, is_resumed, load_from, seed_epoch
 
 
 @register_backend('atomic', force=True)  # again, by this plugin or by another one that has it
@@ -52,33 +52,34 @@ class AtomicBackend(LocalBackend):
 def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optional[str]:
     """Returns the checkpoint to resume from: what ``last_checkpoint`` names, or the newest whole one; None if none is.
 
-    In a folder that was moved or copied, ``last_checkpoint`` has the path of the old place, where another run may be by
-    now: then it is the checkpoint of the same name in the folder itself.
+    Checkpoints of the best epochs, and published ones, have no optimizer: a run cannot resume from them. In a folder
+    that was moved or copied, ``last_checkpoint`` has the path of the old place, where another run may be by now: then
+    it is the checkpoint of the same name in the folder itself.
 
     Raises:
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
     """
     last = find_latest_checkpoint(work_dir)
-    if last and out_dir is None and '://' not in last:
-        own = Path(work_dir, Path(last).name)
-        if own.resolve() != Path(last).resolve() and load_or_empty(own):
-            return str(own)
-    if last and ('://' in last or load_or_empty(last)):  # files elsewhere are mmengine's business
-        return last
-    folders = {Path(work_dir), Path(last).parent if last else Path(work_dir)}
-    files = sorted(
-        (path for folder in folders for path in folder.glob('*.pth')),
-        key=lambda path: path.stat().st_mtime,
-        reverse=True,
-    )
-    # Checkpoints of the best epochs, and published ones, have no optimizer: a run cannot resume from them.
-    newest = next((str(path) for path in files if 'optimizer' in load_or_empty(path)), None)
-    if newest is None and last is not None:
+    if last and '://' in last:
+        return last  # files elsewhere are looked at when they are loaded
+    named = [Path(last)] if last else []
+    if out_dir is None:
+        named = [Path(work_dir, path.name) for path in named] + named
+    found = (path for folder in {Path(work_dir), *(path.parent for path in named)} for path in folder.glob('*.pth'))
+    files = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (*named, *files):
+        if 'optimizer' in load_or_empty(path):
+            return str(path)
+    if files or last is not None:
         raise FileNotFoundError(
-            f'{last or "last_checkpoint"} is damaged or missing, and {work_dir} holds no other '
-            'checkpoint to resume from: start anew without --resume'
+            f'{last or "last_checkpoint"} is {_flaw(last)}, and {work_dir} holds no other checkpoint to resume from: '
+            'start anew without --resume'
         )
-    return newest
+    return None
+
+
+def _flaw(path: Optional[str]) -> str:
+    return 'without an optimizer' if load_or_empty(str(path)) else 'damaged or missing'
 
 
 def load_or_empty(path: Union[str, Path]) -> dict:
@@ -95,7 +96,8 @@ class AtomicCheckpointHook(CheckpointHook):
 
     ``max_keep_ckpts`` removes an old checkpoint when the new one is there. Where the last one is damaged all the same,
     ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
-    checkpoints in it. A checkpoint of another model, or one to resume from that holds only weights, is an error.
+    checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed from. A
+    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run.
 
     The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
@@ -107,26 +109,23 @@ class AtomicCheckpointHook(CheckpointHook):
         """Finds the checkpoint to resume from, where none is named, and checks that it is one of this model.
 
         Raises:
-            KeyError: There is nothing to resume but weights.
-            ValueError: Hardly any weight has the name and the shape of one of the model; mmengine would only warn.
+            FileNotFoundError: Something was saved, but nothing of it can be resumed from.
+            ValueError: A checkpoint to resume from does not restore optimizers, schedulers and weights. Hardly any
+                weight has the name and the shape of one of the model; mmengine would only warn.
         """
         name = checkpoint_to_load(runner)
         if is_resumed(runner) and name is None:
             last = find_latest_checkpoint(runner.work_dir)
             name = find_whole_checkpoint(runner.work_dir, self.out_dir)
-            if name != last:
+            if name and os.path.realpath(name) != os.path.realpath(last or ''):
                 copied = last and Path(last).name == Path(name).name
-                why = 'of another folder' if copied else 'damaged or missing'
+                why = 'of another folder' if copied else _flaw(last)
                 runner.logger.warning(f'{last or "last_checkpoint"} is {why}: resuming from {name} instead')
-                load_from(runner, name)
+            load_from(runner, name)
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:
             return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error
-        if is_resumed(runner) and not {'meta', 'message_hub'} <= checkpoint.keys():
-            raise KeyError(
-                f'{name} holds only weights and cannot be resumed from: start from them with '
-                f'--cfg-options load_from={name}, without --resume'
-            )
+        _check_resumable(runner, checkpoint)
         theirs, ours = _shapes(checkpoint.get('state_dict', checkpoint)), _shapes(runner.model.state_dict())
         fitting = ours.items() & theirs.items()
         if len(fitting) < len(ours) / 10:  # heads and statistics of the pixels fit many models
@@ -135,12 +134,38 @@ class AtomicCheckpointHook(CheckpointHook):
                 'the same name and with the same shape; give the config that it was trained with'
             )
 
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Checks what is resumed once more, since it may come from elsewhere, and schedulers, which hooks may change.
+
+        Raises:
+            ValueError: It does not restore optimizers, schedulers and weights.
+        """
+        _check_resumable(runner, checkpoint)
+        theirs, ours = (len(of or ()) for of in (checkpoint.get('param_schedulers'), runner.param_schedulers))
+        if is_resumed(runner) and theirs != ours and runner.param_schedulers is not None:  # mmengine warns of None
+            raise ValueError(
+                f'{checkpoint_to_load(runner)} has the state of {theirs} param_schedulers, but the run has {ours}: '
+                'give the config that it was trained with'
+            )
+
     def before_train(self, runner) -> None:
-        """Removes the incomplete files that a killed process has left."""
+        """Points to the run's own files instead of another's, and removes what a killed process has left incomplete."""
         super().before_train(runner)
+        hub, backend = runner.message_hub, self.file_backend
+        for key in [key for key in hub.runtime_info if key == 'last_ckpt' or key.startswith('best_ckpt')]:
+            own = backend.join_path(self.out_dir, os.path.basename(hub.pop_info(key)))
+            if backend.exists(own):
+                hub.update_info(key, own)
+        if self.save_best and len(self.key_indicators) == 1:
+            self.best_ckpt_path = hub.runtime_info.get('best_ckpt')
+        elif self.save_best:
+            self.best_ckpt_path_dict = {name: hub.runtime_info.get(f'best_ckpt_{name}') for name in self.key_indicators}
         if is_main_process():
             for part in Path(self.out_dir).glob('*.pth.part'):
                 part.unlink()
+            last = Path(runner.work_dir, 'last_checkpoint')
+            if last.is_file():  # in a copy made of links, that of the other run, into which mmengine would write
+                put(last.read_bytes(), str(last), backend_args=dict(backend='atomic'))
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         """Removes the oldest checkpoint after the new one is written; mmengine does so before."""
@@ -152,17 +177,36 @@ class AtomicCheckpointHook(CheckpointHook):
             path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(oldest))
             if self.file_backend.isfile(path):
                 self.file_backend.remove(path)
-            elif self.file_backend.isdir(path):  # of DeepSpeed
-                self.file_backend.rmtree(path)
+
+
+def _check_resumable(runner, checkpoint: dict) -> None:
+    """Raises ``ValueError`` where a run that resumes a checkpoint would go on without something that it had."""
+    if not is_resumed(runner):
+        return
+    name = checkpoint_to_load(runner)
+    parts = ['meta', 'message_hub', 'optimizer', *(['param_schedulers'] if runner.param_schedulers else [])]
+    missing = [part for part in parts if part not in checkpoint]
+    several = getattr(runner.optim_wrapper, 'optim_wrappers', {})
+    missing += [f'optimizer.{own}' for own in several if own not in checkpoint.get('optimizer', several)]
+    if missing:
+        other = None
+        with contextlib.suppress(FileNotFoundError):
+            other = find_whole_checkpoint(os.path.dirname(name))
+        raise ValueError(
+            f'{name} has no {" and no ".join(missing)}, which a run needs to resume: '
+            f'{f"resume from {other}, or " if other else ""}start from its weights, with --cfg-options '
+            f'load_from={name} and without --resume'
+        )
+    if 'ema_state_dict' in checkpoint and not averaged_models(runner):
+        raise ValueError(
+            f'{name} has the averages of an EMAHook in place of the weights that were trained: resume with that hook'
+        )
 
 
 def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
     """Returns shapes of tensors by their names, without the prefix of wrappers."""
-    return {
-        re.sub(r'^(module\.)+', '', name): tuple(value.shape)
-        for name, value in state_dict.items()
-        if hasattr(value, 'shape')
-    }
+    named = ((name.removeprefix('module.'), value) for name, value in state_dict.items())
+    return {name: tuple(value.shape) for name, value in named if hasattr(value, 'shape')}
 
 
 @HOOKS.register_module()
@@ -295,12 +339,8 @@ class PreemptionHook(Hook):
         meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
         if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations
             loader = runner.train_dataloader
-            done = getattr(loader, 'done', 0)
-            meta['preempted'] = dict(
-                batches=done + batch_idx + 1,
-                num_batches=done + len(loader),
-                sampler_seed=getattr(loader.sampler, 'seed', None),
-            )
+            done, seed = getattr(loader, 'done', 0), getattr(loader.sampler, 'seed', None)
+            meta['preempted'] = dict(batches=done + batch_idx + 1, num_batches=done + len(loader), sampler_seed=seed)
         path = os.path.join(runner.work_dir, 'preempted.pth')
         atomic = dict(backend='atomic')
         runner.save_checkpoint(runner.work_dir, 'preempted.pth', meta=meta, by_epoch=False, backend_args=atomic)
@@ -365,6 +405,6 @@ class ResumedValidationHook(Hook):
         loop, epoch = runner.train_loop, runner.epoch
         if not isinstance(loop, EpochBasedTrainLoop) or runner.val_loop is None or not is_resumed(runner):
             return
-        is_last = epoch == loop.max_epochs  # the loop has nothing left to do, and does not validate
-        if epoch >= max(loop.val_begin, 1) and (epoch % loop.val_interval == 0 or is_last):
+        # After the last epoch the loop has nothing left to do, and does not validate.
+        if epoch >= max(loop.val_begin, 1) and (epoch % loop.val_interval == 0 or epoch == loop.max_epochs):
             runner.val_loop.run()

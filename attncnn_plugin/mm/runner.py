@@ -7,18 +7,22 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 
 import numpy as np
 import torch
-from mmengine.dist import get_rank
-from mmengine.hooks import EMAHook
+from mmengine.dist import get_rank, master_only
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.runner import Runner, set_random_seed
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
+from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.state_dicts import without_prefix
+from ..change import Change
 from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
 
+LOOPS = {'epoch': EpochBasedTrainLoop, 'iter': IterBasedTrainLoop}  # what counts in these units
+UNITS = {'epoch': 'epochs', 'iter': 'iterations'}
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
 
 
@@ -45,15 +49,14 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
     for module in model.modules():
         module._params_init_info = record
     for parameter in set(model.parameters()) - set(record):
-        record[parameter] = dict(
-            init_info='The structure of the checkpoint', tmp_mean_value=parameter.data.mean().cpu()
-        )
+        mean = parameter.data.mean().cpu()
+        record[parameter] = dict(init_info='The structure of the checkpoint', tmp_mean_value=mean)
 
 
-def head_numbers(runner: Runner, layers: Mapping[str, Any]) -> Dict[str, List[int]]:
-    """Returns what the heads of layers, by name, were called when the training began, whatever went since."""
+def head_numbers(runner: Runner, counts: Mapping[str, int]) -> Dict[str, List[int]]:
+    """Returns what the heads of layers, by name, were called when the training began, of so many that are left."""
     known = runner.message_hub.runtime_info.get(HEAD_NUMBERS, {})
-    return {name: list(known.get(name, range(layer.num_heads))) for name, layer in layers.items()}
+    return {name: list(known.get(name, range(count))) for name, count in counts.items()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -69,6 +72,15 @@ def check_wrapper(runner: Runner) -> None:
         raise TypeError(
             f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
             'use MMDistributedDataParallel'
+        )
+
+
+def check_loop(runner: Runner, hook: Hook, unit: str = 'epoch') -> None:
+    """Raises ``TypeError`` for a loop that counts something else than a hook."""
+    if not isinstance(runner.train_loop, LOOPS[unit]):
+        raise TypeError(
+            f'{type(hook).__name__} counts {UNITS[unit]}, but the loop is a {type(runner.train_loop).__name__}: use '
+            f'train_cfg=dict(by_epoch={unit == "epoch"}, …)'
         )
 
 
@@ -145,17 +157,29 @@ def refresh_averages(runner: Runner) -> None:
         averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
 
 
-def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
-    """Brings the model of a run, and its averages, to the structure of a checkpoint; returns whether any changed."""
+def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> Optional[Change]:
+    """Brings the model of a run, and its averages, to the structure of a checkpoint; returns what changed."""
     state_dict = checkpoint.get('state_dict', checkpoint)
     if not isinstance(state_dict, Mapping):
-        return False  # the loading says so
+        return None  # the loading says so
     state_dict = without_prefix(state_dict, 'module.')  # as mmengine does
-    changed = bool(follow_state_dict(unwrapped(runner.model), state_dict, strict=False))
+    change = follow_state_dict(unwrapped(runner.model), state_dict, strict=False)
     for averaged in averaged_models(runner):
-        changed |= bool(follow_state_dict(unwrapped(averaged.module), state_dict, strict=False))
+        follow_state_dict(unwrapped(averaged.module), state_dict, strict=False)
     refresh_averages(runner)
-    return changed
+    return change
+
+
+@master_only
+def add_scalars(runner: Runner, scalars: Dict[str, float], step: int) -> None:
+    """Shows scalars by all of the run's backends; those on the disk go into ``attention.json``.
+
+    A line of ``scalars.json`` is of a training iteration or of a validation for mmpretrain's ``analyze_logs.py``.
+    """
+    for backend in runner.visualizer._vis_backends.values():
+        if isinstance(backend, LocalVisBackend):
+            backend = LocalVisBackend(f'{runner.log_dir}/vis_data', scalar_save_file='attention.json')
+        backend.add_scalars(scalars, step)
 
 
 def forward(model: BaseModel, batch: Any, mode: str) -> Any:

@@ -1,12 +1,11 @@
-"""Makes trainings on a CPU faster: numbers of 16 bits, and images with their channels last."""
+"""Makes trainings on a CPU faster: numbers of 16 bits."""
 
 from contextlib import contextmanager
 from typing import Iterator
 
 import torch
-from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
-from mmpretrain.registry import HOOKS, OPTIM_WRAPPERS
+from mmpretrain.registry import OPTIM_WRAPPERS
 from torch import nn
 
 
@@ -25,16 +24,3 @@ class BFloat16OptimWrapper(OptimWrapper):
         device = next(model.parameters()).device.type
         with super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
-
-
-@HOOKS.register_module()
-class ChannelsLastHook(Hook):
-    """Keeps the weights of convolutions with their channels last, with which CPUs and GPUs convolve faster.
-
-    Outputs are the same up to rounding. In the terminal:
-    ``tools/train.py CONFIG --cfg-options default_hooks.channels_last.type=ChannelsLastHook``.
-    """
-
-    def before_train(self, runner) -> None:
-        """Acts after the weights were drawn or loaded: the values that are drawn come in the order of the memory."""
-        runner.model.to(memory_format=torch.channels_last)

@@ -1,5 +1,6 @@
 """mmpretrain's own tools with this plugin, and errors in one line for the end of a tool's output."""
 
+import contextlib
 import difflib
 import logging
 import os
@@ -22,6 +23,8 @@ from mmengine.logging import MessageHub, print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 from mmpretrain.datasets.utils import download_and_extract_archive
+
+from ..installation import config_path
 
 TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
 # Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
@@ -48,9 +51,10 @@ def config_problem() -> Optional[str]:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
-    Those that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. ``train.py`` and ``test.py`` say what
-    they do before mmengine does, and a training which checkpoint is the best. An error ends the process with status 1,
-    its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
+    A config of this package needs no path. Tools that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``.
+    ``train.py`` and ``test.py`` say what they do before mmengine does, and a training which checkpoint is the best. An
+    error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence. So
+    does the name of no tool.
 
     Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
     to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
@@ -68,6 +72,7 @@ def run_mmpretrain_tool(name: str) -> None:
     if not (tools / name).is_file():
         sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
     _join_process_group_without_gpu()
+    sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]
     if name in TOOLS_OF_RUNNERS:
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
     for message, module in KNOWN_WARNINGS.items():
@@ -115,18 +120,16 @@ def _say_what_is_best(words: List[str]) -> None:
     """Prints the best checkpoints of the training that has ended, or else its last one, and how to test them."""
     hub, tool = MessageHub.get_current_instance(), Path(sys.argv[0]).with_name('test.py')
     metrics = {name[4:].replace('/', '_'): name[4:] for name in hub.log_scalars if name.startswith('val/')}
-    checkpoints = {}
+    said = {}
     for key, path in hub.runtime_info.items():
-        of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', Path(str(path)).name)
-        if not key.startswith('best_ckpt') or not of_name or not Path(path).is_file():
-            continue  # another entry, or one of another place where the run was resumed from
-        metric, unit, number = of_name.groups()
-        score = hub.get_info(key.replace('ckpt', 'score'))
-        checkpoints[path] = f'Best {unit}: {number}, with {metrics.get(metric, metric)} {score:.4g}, saved as {path}'
+        of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', os.path.basename(str(path)))
+        if key.startswith('best_ckpt') and of_name and Path(path).is_file():
+            score = f'{metrics.get(of_name[1], of_name[1])} {hub.get_info(key.replace("ckpt", "score")):.4g}'
+            said[path] = f'Best {of_name[2]}: {of_name[3]}, with {score}, saved as {path}'
     last = hub.runtime_info.get('last_ckpt', '')
-    if not checkpoints and Path(last).is_file():
-        checkpoints[last] = f'Last checkpoint: {last}'
-    for path, sentence in checkpoints.items():
+    if not said and Path(last).is_file():
+        said[last] = f'Last checkpoint: {last}'
+    for path, sentence in said.items():
         print(sentence)
         if tool.is_file():
             print('Test it:', shlex.join(['python', str(tool), *words[:1], path, *words[1:]]), flush=True)
@@ -144,14 +147,21 @@ def _leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _find_config(path: str) -> str:
+    """Returns the config of this package that has a name, where no file has it."""
+    with contextlib.suppress(FileNotFoundError):
+        return path if os.path.exists(path) else config_path(path)
+    return path
+
+
 def read_config(path: str) -> Any:
-    """Reads a config, as ``Config.fromfile`` of mmengine does.
+    """Reads a config, as ``Config.fromfile`` of mmengine does; one of this package needs no path.
 
     Raises:
         FileNotFoundError: It is not there, or one that it inherits from; the message has similar names in its folder.
     """
     try:
-        return Config.fromfile(path)
+        return Config.fromfile(_find_config(path))
     except FileNotFoundError as error:
         raise FileNotFoundError(missing_file(error) or str(error)) from error
 
@@ -188,18 +198,22 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
     if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
         reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
+    folders = [Path(frame.f_code.co_filename).parent.name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if 'shapes cannot be multiplied' in lines[0] and 'heads' in folders:  # of mmpretrain
+        reason += (
+            '; the head does not fit: without a neck, write out_type="avg_featmap" in backbone; or in_channels in head'
+        )
     return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 
 def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
     """Returns a sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for caller, called in zip(frames, frames[1:]):
-        if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
-            name, download = type(caller.f_locals['self']).__name__, called.f_locals
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is download_and_extract_archive.__code__:
+            of = frame.f_locals
             return (
-                f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
-                f'{download["filename"]} there, from {download["url"]}, or name another folder: {folder_option}'
+                f'{of["filename"]} is not in {of["download_root"]} and cannot be downloaded ({reason}): put it there, '
+                f'from {of["url"]}, or name another folder: {folder_option}'
             )
     return None
 

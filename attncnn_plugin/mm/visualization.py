@@ -1,28 +1,26 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Any, Dict, Tuple
+from typing import Optional
 
 import torch
 from mmengine.dist import master_only
 from mmengine.hooks import Hook
-from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..analysis import head_centers, mean_attention
-from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
 from ..training.loops import random_numbers_kept
-from .runner import head_numbers, unwrapped
+from .runner import add_scalars, check_loop, head_numbers, unwrapped
 
 
 @HOOKS.register_module()
 class AttentionVisualizationHook(Hook):
     """Shows where the heads of a model attend to, by the visualizer of the run: on the disk, in TensorBoard, in WandB.
 
-    The model has attention of this package, or is a vision transformer of mmpretrain or timm: ViT, DeiT, BEiT, Swin.
+    The model has softmax attention between patches, of this package or of others.
 
     At the start, every ``interval`` epochs and at the end there are two pictures, ``attention_centers``, one panel a
     layer, and ``attention_probs``, one map a head. At the start and after every epoch each head's centre and width are
@@ -55,21 +53,16 @@ class AttentionVisualizationHook(Hook):
             TypeError: The loop does not count epochs.
             ImportError: matplotlib is not installed.
         """
-        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError(
-                'AttentionVisualizationHook counts epochs, but the loop is a '
-                f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)'
-            )
+        check_loop(runner, self)
         model = unwrapped(runner.model)
-        layers, reason = _layers(model)
-        if not layers and not parts_in_phases(model):
-            runner.logger.warning(f'AttentionVisualizationHook shows nothing of {type(model).__name__}: {reason}')
-            return
         from .. import visualization  # noqa: F401, to fail now rather than later
 
         with random_numbers_kept():
             self._images = self._some_images(runner)
-        self._show(runner, runner.epoch, draw=True)
+        reason = self._show(runner, runner.epoch, draw=True)
+        if reason is not None and not parts_in_phases(model):
+            runner.logger.warning(f'AttentionVisualizationHook shows nothing of {type(model).__name__}: {reason}')
+            self._images = None
 
     @master_only
     def after_train_epoch(self, runner) -> None:
@@ -83,15 +76,16 @@ class AttentionVisualizationHook(Hook):
         if runner.epoch % self.interval:
             self._show(runner, runner.epoch, draw=True, record=False)
 
-    def _show(self, runner, epochs: int, draw: bool, record: bool = True) -> None:
-        """Records the scalars after some epochs, and draws the pictures."""
-        model = unwrapped(runner.model)
-        layers, _ = _layers(model)
-        if not layers:
-            return
-        numbers = head_numbers(runner, layers)
+    def _show(self, runner, epochs: int, draw: bool, record: bool = True) -> Optional[str]:
+        """Records the scalars after some epochs, and draws the pictures; returns why there is nothing to show."""
+        if self._images is None:
+            return None
         with random_numbers_kept(), torch.no_grad():
-            maps, scalars = mean_attention(model, self._images), {}
+            try:
+                maps, scalars = mean_attention(unwrapped(runner.model), self._images), {}
+            except ValueError as error:
+                return str(error)
+            numbers = head_numbers(runner, {name: len(own.probs) for name, own in maps.items()})
             for name, own in maps.items():
                 centers, widths = head_centers(own)
                 for number, center, width in zip(numbers[name], centers.tolist(), widths.tolist()):
@@ -100,7 +94,7 @@ class AttentionVisualizationHook(Hook):
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
         if record:
-            runner.visualizer.add_scalars(scalars, step=epochs)
+            add_scalars(runner, scalars, epochs)
         if draw:
             from ..visualization import plot_attention_centers, plot_attention_probs
             from ..visualization.style import image_of
@@ -108,6 +102,7 @@ class AttentionVisualizationHook(Hook):
             plots = dict(attention_centers=plot_attention_centers, attention_probs=plot_attention_probs)
             for name, plot in plots.items():
                 runner.visualizer.add_image(name, image_of(plot(maps, numbers=numbers)), step=epochs)
+        return None
 
     def _some_images(self, runner) -> Tensor:
         """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
@@ -115,11 +110,3 @@ class AttentionVisualizationHook(Hook):
         samples = [loader.dataset[i] for i in evenly_spread(len(loader.dataset), self.num_images)]
         inputs = unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
         return inputs if isinstance(inputs, Tensor) else inputs[0]  # the first view of self-supervised learning
-
-
-def _layers(model: nn.Module) -> Tuple[Dict[str, Any], str]:
-    """Returns the layers whose heads can be shown, and why there are none, as before the transition of a network."""
-    try:
-        return shown_layers(model), 'it has no attention that is known'
-    except ValueError as error:
-        return {}, str(error)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.state_dicts import StateDict, StructureError
-from ..change import Change, LayerChange, Successor, number_of_parameters
+from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, weights_file
 from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
@@ -75,7 +75,10 @@ class CMHSANetwork(TimmNetwork):
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; others will
             do, see :class:`~attncnn_plugin.attention.GridBias`. For attention to be its convolution on larger ones too,
-            the grid must be larger than the shifts of the heads: at least 3×3 patches for 9 heads. Defaults to 224.
+            the grid must have two tokens more along each axis than the largest shift of a head: 3×3 for 9 heads. Even
+            then a head sees a little of the key behind its own, whose bias M(1 − 1/r) lies between M and 0, on tables
+            that are spread by r: with M = 12, features change by 2% from 3×3 to 6×6 patches, and by 0.1% from 4×4 to
+            8×8. Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
@@ -103,10 +106,6 @@ class CMHSANetwork(TimmNetwork):
         ValueError: An argument out of range or unknown; an image that cannot be cut into patches.
     """
 
-    training_advice = (
-        'loading a state dict turned the convolutions of the network to attention: an optimizer that was built '
-        "before does not have its parameters. Build the network with phase='attn' to train it further"
-    )
     undecayed = ('position.table',)
 
     def __init__(
@@ -176,6 +175,7 @@ class CMHSANetwork(TimmNetwork):
         """``'conv'`` or ``'attn'``."""
         return 'conv' if isinstance(self.blocks[0].attn, PatchConvolution) else 'attn'
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
         """Turns all convolutions into attention, in place (L21, section 4).
@@ -189,10 +189,12 @@ class CMHSANetwork(TimmNetwork):
 
         Raises:
             RuntimeError: The network is in the phase ``'attn'`` already.
+            ValueError: A kernel or a bias has a hook, or an attribute with tensors.
         """
         if self.phase == 'attn':
             raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
-        return self._put_attention([self._attention_like(block.attn.conv, generator) for block in self.blocks])
+        with all_or_nothing([self]):
+            return self._put_attention([self._attention_like(block.attn.conv, generator) for block in self.blocks])
 
     def _put_attention(self, layers: Sequence[PatchAttention]) -> Change:
         """Puts attention where the convolutions are, and a linear map that begins as the identity into the stem."""
@@ -211,8 +213,9 @@ class CMHSANetwork(TimmNetwork):
             kernel = f'{self.kernel_size}×{self.kernel_size} kernel'
             changes.append(LayerChange(name, kernel, f'{layer.num_heads} heads', *sizes))
             new.update((f'{name}.{key}', parameter) for key, parameter in layer.named_parameters())
-            replaced[old.conv.weight] = Successor({key: p for key, p in new.items() if p.ndim == 2})
-            replaced[old.conv.bias] = Successor({key: p for key, p in new.items() if p.ndim != 2})
+            for own in (old.conv.weight, old.conv.bias):
+                is_matrix = own is old.conv.weight
+                replaced[own] = succession(own, {key: p for key, p in new.items() if (p.ndim == 2) == is_matrix})
             new = {}
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
         return Change(tuple(changes), before, number_of_parameters(self), replaced)
@@ -233,14 +236,24 @@ class CMHSANetwork(TimmNetwork):
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
         return attention
 
-    def follow(self, state_dict: StateDict, prefix: str) -> Optional[Change]:
-        """Puts attention where the convolutions are if a state dict has attention; no network goes back."""
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the structure of each attention if a state dict has it, and this network the convolutions."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
-        layers = [self._new_attention(self.blocks[0].norm1.weight, null_key=True) for _ in self.blocks]
-        for i, layer in enumerate(layers):  # they take their heads and the null key from the state dict
+        attention = self._new_attention(self.norm.weight.to('meta'), null_key=True)
+        structures = []
+        for i in range(len(self.blocks)):
+            structures.append(None)
             with contextlib.suppress(StructureError):  # when the layer loads its entries, it raises this again
-                layer.follow(state_dict, f'{prefix}blocks.{i}.attn.')
+                structures[i] = attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.')
+        return structures
+
+    def take_structure(self, structure: Any) -> Change:
+        """Puts attention where the convolutions are; no network goes back."""
+        layers = [self._new_attention(self.norm.weight, null_key=True) for _ in structure]
+        for layer, own in zip(layers, structure):
+            if own is not None:
+                layer.take_structure(own)
         return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:

@@ -126,7 +126,7 @@ class TimmNetwork(Restructurable):
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
             if i in take_indices:
                 feature = self.norm(x) if norm else x
-                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
+                intermediates.append(feature.permute(0, 3, 1, 2).contiguous() if output_fmt == 'NCHW' else feature)
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def prune_intermediate_layers(

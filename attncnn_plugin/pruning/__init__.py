@@ -6,7 +6,8 @@ Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant on
 from .ablation import HeadAblation, head_ablation
 from .criteria import find_degenerate_heads
 from .importance import head_costs, head_importance, least_important
-from .prune import prunable_heads, prune_heads, replace_parameters
+from .optimizers import replace_parameters
+from .prune import prunable_heads, prune_heads
 
 __all__ = [
     'HeadAblation',

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from ..attention.evaluation_mode import evaluating
 from ..attention.images import GroupedLinear
 from ..change import table
-from .importance import Loss, called_once, check_finite, head_importance, loss_and_right, with_heads
+from ..heads.choice import Layers, chosen_by
+from ..heads.seen import Attention, FunctionsSeen, watching
+from .importance import Loss, called_once, check_finite, head_importance, loss_and_right, own_layers
 from .prune import Heads, head_means
 
 
@@ -55,25 +57,26 @@ class HeadAblation:
         return table(rows)
 
 
-def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss) -> HeadAblation:
+def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss, layers: Layers = None) -> HeadAblation:
     """Computes how the loss and the accuracy change where one head is mean-ablated, or zeroed, for every head.
 
     The model runs in evaluation mode, twice over all batches for each head, and is as before afterwards.
 
     Args:
-        model (nn.Module): A model with attention whose heads can be removed, see
-            :func:`~attncnn_plugin.pruning.prunable_heads`.
+        model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         batches (Iterable): Some batches of images; all of them stay in memory.
         loss (Callable): ``loss(model, batch)`` is the mean loss of the batch's images, a scalar; or a pair of it and
             the number of right predictions, for the accuracy. It calls the model once, with the images first. Of
             Hugging Face, for instance, ``(output.loss, (output.logits.argmax(1) == batch['labels']).sum())``; of
             mmpretrain, ``model(**model.data_preprocessor(batch, True), mode='loss')['loss']``.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all attention.
 
     Returns:
         HeadAblation: Changes of loss and accuracy, beside the importance, to first order in a gate of the head.
 
     Raises:
-        ValueError: There are no such layers, or no batches; ``loss`` does not use the model as above, or is not a
+        ValueError: No attention is seen, or there are no batches; ``loss`` does not use the model as above, or is not a
             finite number.
 
     Examples:
@@ -87,22 +90,32 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss) -> HeadA
         >>> ablation.mean_loss['blocks.0.attn'].shape, 0 <= ablation.accuracy <= 1
         (torch.Size([3]), True)
     """
-    layers, batches = with_heads(model), list(batches)
+    batches, wanted = list(batches), chosen_by(layers)
     if not batches:
         raise ValueError('batches are none, but at least one is needed; an iterator that was used up has none either')
+    own = {name: layer for name, layer in own_layers(model).items() if layer.num_heads and wanted(name)}
+    seen = SeenMeans()
     with evaluating(model):
-        with head_means(list(layers.values())) as means:
+        watched = watching(model, wanted=wanted, touch=seen.touch, end=seen.end)
+        with head_means(list(own.values())) as of_own, watched:
             whole, accuracy = measured(model, batches, loss)
-        importance = head_importance(model, batches, loss, normalize=False)
+        importance = head_importance(model, batches, loss, normalize=False, layers=layers)
+        means = dict(zip(own, of_own))
         changes: Dict[str, Dict[str, Tensor]] = {}
-        for (name, layer), own in zip(layers.items(), means):
-            for kind, value in (('mean', own.mean), ('zero', torch.zeros_like(own.mean))):
-                found = torch.zeros(2, layer.num_heads, dtype=torch.float64)
-                for head in range(layer.num_heads):
+        for name, heads in importance.items():
+            for kind in ('mean', 'zero'):
+                found = torch.zeros(2, len(heads), dtype=torch.float64)
+                for head in range(len(heads)):
                     with ExitStack() as stack:
-                        stack.enter_context(layer.output_called())
-                        replace = partial(_replaced, layer, head, value)
-                        stack.enter_context(layer.output.register_forward_pre_hook(replace))
+                        if name in own:
+                            value = means[name].mean if kind == 'mean' else torch.zeros_like(means[name].mean)
+                            stack.enter_context(own[name].output_called())
+                            replace = partial(_replaced, own[name], head, value)
+                            stack.enter_context(own[name].output.register_forward_pre_hook(replace))
+                        else:
+                            touch = partial(seen.replace, head, kind == 'zero')
+                            same = lambda other, name=name: other.partition('#')[0] == name  # noqa: E731
+                            stack.enter_context(watching(model, wanted=same, touch=touch))
                         without, right = measured(model, batches, loss)
                     found[0, head] = without - whole
                     if accuracy is not None and right is not None:
@@ -112,6 +125,46 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss) -> HeadA
                 if accuracy is not None:
                     of_accuracy[name] = found[1]
     return HeadAblation(whole, accuracy, importance=importance, **changes)
+
+
+class SeenMeans:
+    """The mean outputs of the heads of attention that is seen, over queries and images, without padding.
+
+    Attributes:
+        heads (dict[str, Any]): By name, which parts of the axes are heads.
+        total (dict[str, Tensor]): By name, their sums, ``(N_h, d)`` in float64.
+        count (dict[str, Tensor]): By name, the numbers of queries, ``(N_h, 1)``.
+    """
+
+    def __init__(self) -> None:
+        self.heads: Dict[str, Any] = {}
+        self.total: Dict[str, Tensor] = {}
+        self.count: Dict[str, Tensor] = {}
+        self._open: List[Tuple[Attention, Tensor, Tensor]] = []
+
+    def touch(self, attention: Attention, output: Tensor) -> Tensor:
+        """Notes an output."""
+        y = attention.in_order(output.detach()).double()
+        counts = torch.ones_like(y[..., :1])
+        if attention.numbers[0] is not None:
+            counts = (attention.of_batch(attention.numbers[0], 1) != 0).double()[..., None]
+        self._open.append((attention, (y * counts).sum(-2), counts.sum(-2)))
+        return output
+
+    def end(self, functions: FunctionsSeen, output: Any) -> None:
+        """Adds what was noted in a forward pass, after which it is known which axes are heads."""
+        for attention, total, count in self._open:
+            name = attention.name.partition('#')[0]
+            self.heads[attention.name] = attention.heads
+            self.total[name] = self.total.get(name, 0) + attention.by_heads(total).sum(0)
+            self.count[name] = self.count.get(name, 0) + attention.by_heads(count).sum(0)
+        self._open = []
+
+    def replace(self, head: int, by_zero: bool, attention: Attention, output: Tensor) -> Tensor:
+        """Returns an output with that of one head at its mean, or at zero."""
+        attention.heads, name = self.heads[attention.name], attention.name.partition('#')[0]
+        mean = (self.total[name] / self.count[name].clamp(min=1))[head]
+        return attention.where(head, torch.zeros_like(mean) if by_zero else mean, output)
 
 
 @torch.no_grad()

@@ -5,7 +5,10 @@ the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, 
 important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
+import itertools
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -15,9 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
+from ..attention.heads import PrunableHeads
 from ..attention.window import shown
+from ..change import held_by
+from ..heads.choice import Layers, chosen_by
+from ..heads.seen import Attention, watching
 from ..transformers.vision_transformer import part_of
-from .prune import Heads, prunable_heads, split_heads
+from .prune import prunable_heads, split_heads
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 AMOUNTS = {
@@ -28,54 +35,38 @@ AMOUNTS = {
 
 
 class HeadGradients:
-    """Sums up over images |∂L(x)/∂ξ_h| of the heads of a layer.
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
+    """Sums up over images |∂L(x)/∂ξ_h| of the heads of an attention.
 
     Attributes:
         total (Tensor): The sum, ``(N_h,)`` in float64.
         count (Tensor): The number of images, a scalar in float64.
     """
 
-    def __init__(self, layer: Heads) -> None:
-        self.layer = layer
-        device = layer.output.weight.device
-        self.total = torch.zeros(layer.num_heads, dtype=torch.float64, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self.heads: List[Tensor] = []
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.float64)
 
-    def see(self, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
-        """Keeps the heads' outputs that the linear map gets, one row for each image, or for each window of one."""
-        (heads,) = args
-        heads = heads if heads.requires_grad else heads.detach().requires_grad_()  # nothing before it is trained
-        self.heads.append(heads)
-        return heads
+    def add(self, of_calls: Sequence[Tensor], images: int) -> None:
+        """Adds ∂L/∂ξ of the mean loss over some images, ``(rows, N_h)`` of each call.
 
-    def add(self, heads: Sequence[Tensor], gradients: Sequence[Optional[Tensor]], images: int) -> None:
-        """Adds the gradients of the mean loss over some images by the heads' outputs.
-
-        A call of the layer has rows for all images, and windows of an image lie one after the other. It can compute
-        some images at a time; a layer can be called several times in one pass.
+        A call has rows for all images, and windows of an image lie one after the other. It can compute some images at a
+        time; attention can be called several times in one pass.
         """
         if images == 0:
             return
-        of_images = torch.zeros(images, len(self.total), dtype=torch.float64, device=self.total.device)
-        of_call: List[Tensor] = []
-        for own, gradient in zip(heads, gradients):
-            if gradient is None:
-                continue
-            products = split_heads(self.layer, own.detach().double() * gradient.double())
-            of_call.append(torch.stack([product.flatten(1).sum(1) for product in products], 1))  # ∂L/∂ξ = Σ y ∂L/∂y
-            if sum(map(len, of_call)) % images == 0:
-                of_images += images * torch.cat(of_call).unflatten(0, (images, -1)).sum(1)
-                of_call = []
-        if of_call:
+        of_images = of_calls[0].new_zeros(images, of_calls[0].shape[1])
+        waiting: List[Tensor] = []
+        for rows in of_calls:
+            waiting.append(rows)
+            if sum(map(len, waiting)) % images == 0:
+                of_images += images * torch.cat(waiting).unflatten(0, (images, -1)).sum(1)
+                waiting = []
+        if waiting:
             raise ValueError(
-                f'a layer got {sum(map(len, heads))} rows for {images} images: as many rows of each were expected'
+                f'a layer got {sum(map(len, of_calls))} rows for {images} images: as many rows of each were expected'
             )
-        self.total += of_images.abs().sum(0)
-        self.count += images
+        self.total = self.total.to(of_images.device) + of_images.abs().sum(0)
+        self.count = self.count.to(of_images.device) + images
 
     def mean(self, normalize: bool) -> Tensor:
         """Returns the importance of each head, ``(N_h,)``, by its l2 norm over the layer's if ``normalize``."""
@@ -85,51 +76,80 @@ class HeadGradients:
 
 
 @torch.enable_grad()
-def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: Any, loss: Loss) -> Tensor:
-    """Adds a batch to the gradients of layers, given by their names, and returns its loss.
+def add_gradients(
+    gradients: Dict[str, HeadGradients],
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Tensor:
+    """Adds a batch to the gradients of attention, by its names, and returns its loss.
 
-    Arguments and errors: see :func:`head_importance`.
+    Arguments and errors: see :func:`head_importance`. ``wanted`` says of a name whether the attention counts.
     """
+    outputs: List[Tuple[str, Tensor, Callable[[Tensor], Tensor]]] = []
+
+    def keep(name: str, output: Tensor, by_heads: Callable[[Tensor], Tensor]) -> Tensor:
+        output = output if output.requires_grad else output.detach().requires_grad_()  # nothing before it is trained
+        outputs.append((name, output, by_heads))
+        return output
+
+    def touch(attention: Attention, output: Tensor) -> Tensor:
+        return keep(attention.name, output, lambda y: attention.by_heads(attention.in_order(y).sum((-2, -1))))
+
+    def see(name: str, layer: PrunableHeads, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
+        def by_heads(y: Tensor) -> Tensor:
+            return torch.stack([own.flatten(1).sum(1) for own in split_heads(layer, y)], 1)
+
+        return keep(name, args[0], by_heads)
+
+    own = {name: layer for name, layer in own_layers(model).items() if layer.num_heads and wanted(name)}
     with called_once(model) as images, ExitStack() as stack:
-        for own in gradients.values():
-            own.heads = []
-            stack.enter_context(own.layer.output_called())
-            stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
+        stack.enter_context(watching(model, wanted=wanted, touch=touch))
+        for name, layer in own.items():
+            stack.enter_context(layer.output_called())
+            stack.enter_context(layer.output.register_forward_pre_hook(partial(see, name, layer)))
         value, _ = loss_and_right(loss(model, batch))
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
-        heads = {name: list(own.heads) for name, own in gradients.items()}
-        found = iter(torch.autograd.grad(value, [x for own in heads.values() for x in own], allow_unused=True))
-    for name, own in gradients.items():
-        of_layer = [gradient for _, gradient in zip(heads[name], found)]
-        if all(gradient is None for gradient in of_layer):
+        seen = list(outputs)
+        found = torch.autograd.grad(value, [y for _, y, _ in seen], allow_unused=True) if seen else ()
+    of_calls: Dict[str, List[Tensor]] = {}
+    for (name, y, by_heads), gradient in zip(seen, found):
+        calls = of_calls.setdefault(name.partition('#')[0], [])
+        if gradient is not None:
+            calls.append(by_heads(y.detach().double() * gradient.double()))  # ∂L/∂ξ = Σ y ∂L/∂y
+    for name, calls in of_calls.items():
+        if not calls:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')
-        own.add(heads[name], of_layer, images[0])
-        own.heads = []
+        gradients.setdefault(name, HeadGradients()).add(calls, images[0])
     return value
 
 
 @torch.inference_mode(False)
-def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True) -> Dict[str, Tensor]:
+def head_importance(
+    model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True, layers: Layers = None
+) -> Dict[str, Tensor]:
     """Computes the importance of each head, E_x |∂L(x)/∂ξ_h| (Michel et al. 2019, eq. 2).
 
     The model runs in evaluation mode, and is as before afterwards; no gradients of parameters are computed.
 
     Args:
-        model (nn.Module): A model with attention whose heads can be removed, see
-            :func:`~attncnn_plugin.pruning.prunable_heads`.
+        model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         batches (Iterable): Some batches of training images.
         loss (Callable): ``loss(model, batch)`` is the mean loss of the batch's images, a scalar, or a pair that begins
             with it, as for :func:`~attncnn_plugin.pruning.head_ablation`; it calls the model once, with the images
             first.
         normalize (bool): Whether the importances of a layer's heads are divided by their l2 norm, so that those of
             different layers can be compared (Michel et al. 2019, after Molchanov et al. 2017). Defaults to True.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all attention.
 
     Returns:
         dict[str, Tensor]: By the name of the layer ``(N_h,)``, float64, on the CPU.
 
     Raises:
-        ValueError: There are no such layers, or no batches; or ``loss`` does not use the model as above, or is not a
-            finite number.
+        ValueError: No attention is seen, or there are no batches; or ``loss`` does not use the model as above, or is
+            not a finite number.
 
     Examples:
         >>> import timm
@@ -140,12 +160,15 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
         >>> importance['blocks.0.attn'].shape, round(importance['blocks.0.attn'].norm().item(), 6)
         (torch.Size([3]), 1.0)
     """
-    gradients = {name: HeadGradients(layer) for name, layer in with_heads(model).items()}
+    gradients: Dict[str, HeadGradients] = {}
+    number = -1
     with evaluating(model):
         for number, batch in enumerate(batches):
-            check_finite(add_gradients(gradients, model, batch, loss), number)
-    if not all(own.count for own in gradients.values()):
+            check_finite(add_gradients(gradients, model, batch, loss, chosen_by(layers)), number)
+    if number < 0:
         raise ValueError('batches are none, but at least one is needed')
+    if not gradients:
+        raise ValueError(f'no attention of a {type(model).__name__} was seen with layers={shown(layers)}')
     return {name: own.mean(normalize) for name, own in gradients.items()}
 
 
@@ -169,12 +192,9 @@ def check_finite(loss: Tensor, number: int) -> None:
         )
 
 
-def with_heads(model: nn.Module) -> Dict[str, Heads]:
-    """Returns those of :func:`prunable_heads` that have some; raises a ValueError without any."""
-    layers = {name: layer for name, layer in prunable_heads(model).items() if layer.num_heads > 0}
-    if not layers:
-        raise ValueError(f'model is a {type(model).__name__} without attention whose heads can be removed')
-    return layers
+def own_layers(model: nn.Module) -> Dict[str, PrunableHeads]:
+    """Returns the attention of this package in a model, whose heads can be told apart at the map of their outputs."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
 
 
 @contextmanager
@@ -184,24 +204,36 @@ def called_once(model: nn.Module) -> Iterator[List[int]]:
     with counting(model, images):
         yield images
     if len(images) != 1:
-        raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
+        raise ValueError(
+            f'loss(model, batch) called the model {len(images)} times with a tensor, but once was expected'
+        )
 
 
 def counting(model: nn.Module, images: List[int]) -> RemovableHandle:
     """Appends the number of images of each call of the model, until the handle is left as a context."""
 
     def count(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-        batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        images.extend([] if batch is None else [len(batch)])
+        tensors = (own for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor) and own.ndim)
+        images.extend(len(batch) for batch in itertools.islice(tensors, 1))
 
     return model.register_forward_pre_hook(count, with_kwargs=True)
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Lets PyTorch compute attention by products of matrices: its counter takes fused kernels of the CPU for 0."""
+    with ExitStack() as stack, sdpa_kernel(SDPBackend.MATH):
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention and nn.TransformerEncoderLayer
+        yield
 
 
 @torch.no_grad()
 def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
     """Counts the multiply-adds of a model, and those of each of its heads.
 
-    All that attention computes is in proportion to its heads. Heads of other widths share it by their weights.
+    It counts products of matrices and convolutions. Those of attention are in proportion to its heads (nearly so in
+    Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
 
     Args:
         model (nn.Module): The model, in evaluation mode.
@@ -226,16 +258,14 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         flops[name] += sign * counter.get_total_flops()
 
     with ExitStack() as stack:
-        for parameter in model.parameters():
-            if parameter.requires_grad:  # the counter refuses a slice of it, which has no history here
-                stack.callback(parameter.requires_grad_)
-                parameter.requires_grad_(False)
+        for parameter in [own for own in model.parameters() if own.requires_grad]:
+            stack.callback(parameter.requires_grad_)
+            parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
         for name, layer in layers.items():
             module: Any = getattr(layer, 'called', layer)
             stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
             stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
-        # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
-        with counter, sdpa_kernel(SDPBackend.MATH):
+        with counter, plain_products():
             run()
     costs = {}
     for name, layer in layers.items():
@@ -305,10 +335,8 @@ def least_important(
         chosen = _until(ranked, goal, *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
     else:
         raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
-    found: Dict[str, List[int]] = {}
-    for _, name, head in chosen:
-        found.setdefault(name, []).append(head)
-    return {name: sorted(found[name]) for name in importance if name in found}
+    found = {name: sorted(head for _, layer, head in chosen if layer == name) for name in importance}
+    return {name: heads for name, heads in found.items() if heads}
 
 
 def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds: Optional[float]) -> None:
@@ -317,15 +345,12 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
     Raises:
         ValueError: None is given, or several, or an impossible one.
     """
-    given = {
-        name: value
-        for name, value in dict(threshold=threshold, keep=keep, multiply_adds=multiply_adds).items()
-        if value is not None
-    }
+    amounts = dict(threshold=threshold, keep=keep, multiply_adds=multiply_adds)
+    given = {name: value for name, value in amounts.items() if value is not None}
     if len(given) != 1:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
-    is_number = isinstance(value, int if name == 'keep' else (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, Integral if name == 'keep' else Real) and not isinstance(value, bool)
     if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
         raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
 

@@ -1,7 +1,6 @@
 """Heads removed from any model: of this package's attention, and of other libraries' vision transformers.
 
-An optimizer keeps the state of what is left (Cordonnier et al. 2020 (C20), appendix E, train on after pruning), and a
-bias takes what a head adds on average (C20, appendix E).
+A bias takes what a head adds on average (Cordonnier et al. 2020 (C20), appendix E).
 """
 
 import copy
@@ -9,7 +8,7 @@ import math
 import re
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,17 @@ from ..attention.heads import PrunableHeads
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.neighbourhoods import AxisTiles, join_tiles
 from ..attention.tokens import GridAttention
-from ..change import Change, LayerChange, Successor, check_not_distributed, number_of_parameters, within
+from ..change import (
+    Change,
+    LayerChange,
+    Successor,
+    all_or_nothing,
+    check_not_distributed,
+    number_of_parameters,
+    within,
+)
+from ..convert.models import in_words
+from ..heads.choice import module_in
 from ..transformers.adapters import Windows, numbers_in_windows, unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
@@ -32,8 +41,6 @@ SHARED = (*SHARED_BIASES, 'rope')
 # The number of a block in the name of its attention: timm's blocks.0., mmpretrain's layers.0., Hugging Face's layer.0.
 # and torchvision's layers.encoder_layer_0.
 BLOCK = r'(?:^|\.)(?:blocks|layers?)\.(?:encoder_layer_)?({})(?:\.|$)'
-
-OTHER_OPTIMIZER = 'state of another shape cannot lose its entries; use an optimizer such as AdamW'
 
 
 def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
@@ -85,9 +92,10 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
 
     Raises:
         TypeError: A model that is wrapped for distributed training; attention whose heads share something, of a class
-            that is unknown, or with parametrized weights.
-        ValueError: A layer or a head that is not there, all heads of a layer, or something that layers share: a bias,
-            an encoding of positions or a parameter. Nothing is removed then.
+            that is unknown, or with weights that something computes, are quantized or of another shape.
+        ValueError: A layer or a head that is not there, all heads of a layer; something that layers share, such as a
+            bias, an encoding of positions or a parameter; or a hook or an attribute of a parameter that may not fit
+            the new one. Nothing is removed after an error.
 
     Examples:
         >>> import timm
@@ -117,18 +125,19 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         named[name] = layers[name].check_heads(indices, allow_empty)
     replaced: Dict[nn.Parameter, Successor] = {}
     changes, before = [], number_of_parameters(model)
-    for name, layer in layers.items():
-        if named.get(name):
-            module, count = model.get_submodule(name), layer.num_heads
-            of_layer = number_of_parameters(module)
-            replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
-            was, now = (f'{number} head' + 's' * (number != 1) for number in (count, layer.num_heads))
-            changes.append(LayerChange(name, was, now, of_layer, number_of_parameters(module)))
+    with all_or_nothing([model]):
+        for name, layer in layers.items():
+            if named.get(name):
+                module, was = model.get_submodule(name), in_words(layer)
+                of_layer = number_of_parameters(module)
+                replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
+                changes.append(LayerChange(name, was, in_words(layer), of_layer, number_of_parameters(module)))
     return Change(tuple(changes), before, number_of_parameters(model), replaced)
 
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
     """Returns the name of a layer, where its name or the number of its block is given."""
+    key = module_in(key, layers) or key if isinstance(key, str) else key
     found = [name for name in layers if name == key or isinstance(key, Integral) and re.search(BLOCK.format(key), name)]
     named: Any = dict(model.named_modules()).get(str(key))
     if not found and hasattr(named, 'num_heads'):
@@ -145,7 +154,6 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
     """Refuses attention that is not alone with what belongs to its heads.
 
     Raises:
-        TypeError: It is known to attend to other tokens than its queries.
         ValueError: A bias or an encoding that all layers share, or a parameter that another layer has too.
     """
     module = model.get_submodule(name)
@@ -164,96 +172,12 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
     parts = name.split('.')
     for number in range(len(parts)):
         parent: Any = model.get_submodule('.'.join(parts[:number]))
-        if isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn:
-            raise TypeError(f'heads of {name} cannot be removed: it attends to other tokens than its queries')
         for part in SHARED:
             shared = getattr(parent, part, None)
             if isinstance(shared, nn.Module) and any(True for _ in shared.parameters()):
                 raise ValueError(
                     f'heads of {name} cannot be removed: {type(parent).__name__} has {part}, which all layers share '
                     'and which has parameters for each of the heads; a model where each layer has its own can be pruned'
-                )
-
-
-def replace_parameters(
-    optimizer: torch.optim.Optimizer, change: Union[Change, Mapping[nn.Parameter, Successor]]
-) -> None:
-    """Gives an optimizer the parameters that took the place of others, with the state of the entries that were kept.
-
-    The groups, their order and their settings stay: parameters join the group of the one whose place they took. State
-    that has the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new
-    order. A single number, such as that of the steps, stays. Parameters that have no entries of old ones, such
-    as the centres of heads that were a convolution, begin without state.
-
-    Args:
-        optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, single numbers, or
-            none.
-        change (Change | Mapping[Parameter, Successor]): What became of a model, of
-            :func:`~attncnn_plugin.convert.convs_to_attention` for instance, or of a layer's parameters, of
-            :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
-            Parameters that the optimizer does not have are left out.
-
-    Raises:
-        ValueError: State of another shape, such as that of Adafactor, a row and a column for each matrix. The optimizer
-            is as it was.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-        >>> layer(torch.randn(1, 5, 6, 8)).sum().backward()
-        >>> optimizer.step()
-        >>> replace_parameters(optimizer, layer.prune_heads([1]))
-        >>> optimizer.state[layer.encoding.center]['momentum_buffer'].shape
-        torch.Size([2, 2])
-    """
-    replaced = change.replaced if isinstance(change, Change) else change
-    check_state(optimizer, replaced)
-    for group in optimizer.param_groups:
-        names = group.get('param_names', [''] * len(group['params']))
-        pairs: List[Tuple[str, nn.Parameter]] = []
-        for name, old in zip(names, group['params']):
-            pairs += replaced[old].parameters.items() if old in replaced else [(name, old)]
-        group['params'][:] = [parameter for _, parameter in pairs]
-        if 'param_names' in group:
-            group['param_names'][:] = [name for name, _ in pairs]
-    if isinstance(optimizer, torch.optim.LBFGS):
-        optimizer._numel_cache = None  # the number of their entries
-    states = states_of(optimizer)
-    for old, successor in replaced.items():
-        state = states.pop(old, None)
-        inherit = successor.inherit
-        if state and successor.heir is not None and inherit is not None:
-            states[successor.heir] = {
-                name: inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
-                for name, value in state.items()
-            }
-
-
-def states_of(optimizer: Any) -> Dict[Any, Dict[str, Any]]:
-    """Returns the states of parameters, of the optimizer inside of one such as timm's Lookahead, or SAM."""
-    return getattr(optimizer, '_base_optimizer', getattr(optimizer, 'base_optimizer', optimizer)).state
-
-
-def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuses an optimizer whose state for one of these parameters cannot lose entries.
-
-    Raises:
-        ValueError: State of another shape than the parameter's, or that is no tensor.
-    """
-    for parameter in parameters:
-        if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
-            raise ValueError(f'a {type(optimizer).__name__} keeps one state for all parameters: {OTHER_OPTIMIZER}')
-        for name, value in states_of(optimizer).get(parameter, {}).items():
-            parts = value.values() if isinstance(value, dict) else value
-            if isinstance(value, (list, tuple, dict)) and any(isinstance(part, Tensor) for part in parts):
-                raise ValueError(
-                    f'{name} of a {type(optimizer).__name__} has several tensors for a parameter: {OTHER_OPTIMIZER}'
-                )
-            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-                raise ValueError(
-                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
-                    f'{tuple(parameter.shape)}: {OTHER_OPTIMIZER}'
                 )
 
 

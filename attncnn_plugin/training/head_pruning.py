@@ -1,9 +1,10 @@
 """Heads that go in a training: judged by criteria, and removed while the optimizer keeps training what is left."""
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
-from ..change import check_not_distributed
+from ..change import all_or_nothing, check_not_distributed
+from ..heads.choice import module_in
 from ..pruning import (
     find_degenerate_heads,
     head_costs,
@@ -36,7 +38,6 @@ from ..pruning.prune import (
     HeadMeans,
     Heads,
     check_prunable,
-    check_state,
     fold_into_bias,
     head_means,
     merge_duplicate,
@@ -186,7 +187,7 @@ class PruneHeads:
 
         Raises:
             TypeError, ValueError: Those of :meth:`check`; at an epoch of pruning, there is no attention in the model,
-                or the optimizer has state that cannot lose entries. The model is as it was.
+                and those of :meth:`remove`. Model, optimizer and copies are as they were.
         """
         if epoch > max(self.epochs, default=-1):
             return None
@@ -223,17 +224,18 @@ class PruneHeads:
         """
         layers, costs = self.layers(model), None
         seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
-        judged_by_loss = {name: layer for name, layer in layers.items() if self.amount and layer.num_heads > 0}
-        gradients = {name: HeadGradients(layer) for name, layer in judged_by_loss.items()}
-        with random_numbers_kept(), evaluating(model), torch.no_grad():
+        gradients: Dict[str, HeadGradients] = {}
+        judged_by_loss = [name for name, layer in layers.items() if self.amount and layer.num_heads > 0]
+        by_loss = lambda name: module_in(name, judged_by_loss) is not None  # noqa: E731
+        with on_all_ranks(), random_numbers_kept(), evaluating(model), torch.no_grad():
             batches = list(self.batches if batches is None else batches)
             if not batches and size is None:
                 raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
-            with head_means(list(layers.values())) as of_layers, observed_attention(seen) as observed:
+            with head_means(list(layers.values())) as of_layers, observed_attention(model, seen) as observed:
                 for batch in batches:
                     self.loss(model, batch)
-            for batch in batches if gradients else ():
-                add_gradients(gradients, model, batch, self.loss)
+            for batch in batches if judged_by_loss else ():
+                add_gradients(gradients, model, batch, self.loss, by_loss)
             if self.counts_multiply_adds and batches:
                 costs = self._costs(model, batches[0], layers)
         means = dict(zip(layers, of_layers))
@@ -244,7 +246,7 @@ class PruneHeads:
         sizes = {name: own.size or size for name, own in means.items()}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {name: own.mean(normalize=True) for name, own in gradients.items()}
+            importance = {module_in(name, layers): own.mean(normalize=True) for name, own in gradients.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, found in heads.items():
@@ -271,18 +273,28 @@ class PruneHeads:
             copies (Iterable[nn.Module]): Averages of the model. Defaults to none.
 
         Raises:
-            ValueError: An optimizer has state that cannot lose entries. Nothing has changed then.
+            TypeError, ValueError: A copy has other layers, or other heads; an optimizer cannot lose entries, see
+                :func:`~attncnn_plugin.pruning.replace_parameters`; or heads of a model cannot be removed. Nothing has
+                changed then.
         """
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
-            for name in judged.heads:
-                check_state(optimizer, model.get_submodule(name).parameters())
-        for module in (model, *copies):
-            if self.bias_correction:
-                self._make_up(module, judged)
-            change = prune_heads(module, judged.heads)
-            for optimizer in optimizers:
-                replace_parameters(optimizer, change)
+        models, optimizers = [model, *copies], list(optimizers)
+        numbers = {name: prunable_heads(model)[name].num_heads for name in judged.heads}
+        for own in models:
+            found = {name: layer.num_heads for name, layer in prunable_heads(own).items()}
+            if not numbers.items() <= found.items():
+                raise ValueError(
+                    f'copies has a {type(own).__name__} whose attention has heads {found}, the model {numbers}: '
+                    'give the average itself, such as the module of a ModelEmaV3'
+                )
+        outputs = [prunable_heads(own)[name].output for own in models for name in judged.heads]
+        values = [parameter for output in outputs for parameter in output.parameters()]
+        with all_or_nothing(models, optimizers, values):
+            for own in models:
+                if self.bias_correction:
+                    self._make_up(own, judged)
+                change = prune_heads(own, judged.heads)
+                for optimizer in optimizers:
+                    replace_parameters(optimizer, change)
 
     def _make_up(self, model: nn.Module, judged: JudgedHeads) -> None:
         """Has what stays in a layer do on average what the heads did that go."""
@@ -372,6 +384,24 @@ def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Op
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[None]:
+    """Raises on all ranks what one of them raises inside: the others would wait for it at the next exchange."""
+    error: Optional[Exception] = None
+    try:
+        yield
+    except Exception as own:
+        error = own
+    if _is_distributed():
+        found: List[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, error and f'{type(error).__name__}: {error}')
+        others = [f'rank {rank} raised {text}' for rank, text in enumerate(found) if text]
+        if others and error is None:
+            raise RuntimeError(f'heads cannot be judged: {"; ".join(others)}')
+    if error is not None:
+        raise error
 
 
 def _add_ranks(device: torch.device, sums: Mapping[str, Any], *names: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ..pruning.prune import check_state
+from ..pruning.optimizers import check_optimizer
 from .head_pruning import PruneHeads
 from .loops import check_one_device, follow_as_it_loads
 from .two_phases import TwoPhases
@@ -45,7 +45,7 @@ class EpochCallback(TrainerCallback):
             part.check(trainer.model)
         self.parts, self.copies = parts, list(copies)
         self.epoch: Optional[int] = None  # the last that has begun in this run
-        follow_as_it_loads(trainer.model, trainer.create_optimizer())
+        self.follows = follow_as_it_loads(trainer.model, trainer.create_optimizer())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Checks that model and optimizer have the structure of the checkpoint that was loaded.
@@ -61,7 +61,7 @@ class EpochCallback(TrainerCallback):
                 'put the network into a module of your own, and give that to the Trainer'
             )
         try:
-            check_state(optimizer, trained)
+            check_optimizer(optimizer, trained)
         except ValueError as error:
             if _has_rows_and_columns(optimizer, trained):
                 raise ValueError(
@@ -72,6 +72,10 @@ class EpochCallback(TrainerCallback):
                 f'load_hugging_face(checkpoint) as the model to resume with ({error})'
             ) from error
         self.epoch = None
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves the model as any other: it no longer takes the structure of what it loads."""
+        self.follows.remove()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Calls the parts; not again where an epoch is resumed in the middle."""

@@ -3,6 +3,8 @@
 from typing import Any, Dict, List, Optional, Union
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
 
 from .head_pruning import PruneHeads
 from .loops import check_one_device, follow_as_it_loads
@@ -13,6 +15,7 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
+AVERAGES = {'StochasticWeightAveraging', 'WeightAveraging'}  # callbacks of either package that keep a copy
 KEY = 'attncnn_plugin.parameters'  # in checkpoints: by optimizer and group, the names of its parameters
 
 
@@ -21,7 +24,7 @@ class EpochCallback(Callback):
 
     ``trainer.fit(…, ckpt_path=…)`` resumes from any checkpoint, with the module as it is built for the first epoch, and
     ``trainer.test(…, ckpt_path=…)`` loads any. The optimizers are those that the module has configured, and the
-    schedules continue. The copy of a ``WeightAveraging`` changes with the module.
+    schedules continue. The copy of a ``WeightAveraging`` or a ``StochasticWeightAveraging`` changes with the module.
 
     Args:
         *parts (TwoPhases | PruneHeads): What happens, in this order.
@@ -30,6 +33,7 @@ class EpochCallback(Callback):
     def __init__(self, *parts: Union[TwoPhases, PruneHeads]) -> None:
         self.parts = parts
         self.names: List[List[List[Optional[str]]]] = []  # None for parameters of others
+        self.follows: List[RemovableHandle] = []
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Checks the module, before a checkpoint is loaded into it.
@@ -42,8 +46,15 @@ class EpochCallback(Callback):
         self.names = []  # of an earlier fit
         for part in self.parts:
             part.check(pl_module)
-        for module in (pl_module, *_copies(trainer)):
-            follow_as_it_loads(module)
+        self.teardown()
+        self.follows = [follow_as_it_loads(module) for module in (pl_module, *_copies(trainer))]
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves the module as any other: it no longer takes the structure of what it loads."""
+        for handle in self.follows:
+            handle.remove()
+
+    on_exception = teardown
 
     def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: Dict[str, Any]) -> None:
         """Adds the names of the optimizers' parameters: their order is no longer that of a new optimizer."""
@@ -71,5 +82,6 @@ class EpochCallback(Callback):
 
 def _copies(trainer: Any) -> List[nn.Module]:
     """Returns the copies that callbacks for averages keep."""
-    averages = [getattr(callback, '_average_model', None) for callback in trainer.callbacks]
-    return [average.module for average in averages if average is not None]
+    callbacks = [own for own in trainer.callbacks if AVERAGES & {cls.__name__ for cls in type(own).__mro__}]
+    kept = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
+    return [own.module if isinstance(own, AveragedModel) else own for own in kept]

@@ -2,16 +2,18 @@
 
 import random
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Iterable, Iterator, List, Mapping, Tuple, Union
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..attention.state_dicts import StructureError
 from ..change import Change, Successor
-from ..pruning import replace_parameters
-from ..structure import follow_state_dict, take_structures
+from ..pruning.optimizers import check_optimizer, replace_parameters
+from ..structure import apply, follow_state_dict, plan
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
@@ -23,7 +25,7 @@ def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
         ValueError: One is no whole number, or negative.
     """
     listed = tuple(epochs) if isinstance(epochs, (list, tuple, range)) else (epochs,)
-    if any(not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
+    if any(not isinstance(epoch, Integral) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
         raise ValueError(f'{what} must be epochs, counted from 0')
     return listed
 
@@ -47,8 +49,8 @@ def check_one_device(number: int) -> None:
 
 
 def in_list(optimizers: Optimizers) -> List[torch.optim.Optimizer]:
-    """Returns one optimizer, or several, in a list."""
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    """Returns one optimizer, what wraps some, or several, in a list."""
+    return [optimizers] if hasattr(optimizers, 'param_groups') else list(optimizers)
 
 
 def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any]) -> Change:
@@ -74,41 +76,43 @@ def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: M
     return change
 
 
-def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> None:
+def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> RemovableHandle:
     """Has a model take the structure of whatever it loads: trainers leave no place to do so before they load.
 
     Args:
         model (nn.Module): The model.
         optimizer (Optimizer | Iterable[Optimizer]): What trains it, and gets its new parameters. Defaults to none.
+
+    Returns:
+        RemovableHandle: Ends it, by ``remove()``.
     """
     optimizers = in_list(optimizer)
 
     def follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         try:
-            with torch.no_grad():
-                _, replaced = take_structures(module, state_dict, prefix)
+            change = apply(module, plan(module, state_dict, prefix))
         except StructureError as error:
             args[-1].append(str(error))
             return
         for own in optimizers:
-            hand_over(own, module, replaced)
+            hand_over(own, module, change)
 
-    model.register_load_state_dict_pre_hook(follow)
+    return model.register_load_state_dict_pre_hook(follow)
 
 
 def hand_over(
-    optimizer: torch.optim.Optimizer, model: nn.Module, change: Union[Change, Mapping[nn.Parameter, Successor]]
+    optimizer: Any, model: nn.Module, change: Union[Change, Mapping[nn.Parameter, Successor]], anew: bool = False
 ) -> None:
-    """Gives an optimizer what took the place of its parameters, in the order of the model.
+    """Gives an optimizer what took the place of its parameters, in the order of the model; ``anew`` without any state.
 
     States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer. Where nothing
     was replaced, in the training that is resumed neither, the order stays.
     """
-    if not (change.replaced if isinstance(change, Change) else change):
-        return
-    replace_parameters(optimizer, change)
+    replaced = change.replaced if isinstance(change, Change) else change
+    if replaced or anew:
+        replace_parameters(optimizer, replaced, anew)
     order = {parameter: number for number, parameter in enumerate(model.parameters())}
-    for group in optimizer.param_groups:
+    for group in check_optimizer(optimizer, ())[0] if replaced else ():
         numbers = [order.get(parameter, len(order)) for parameter in group['params']]
         for key in {'params', 'param_names'} & group.keys():
             group[key][:] = [entry for _, entry in sorted(zip(numbers, group[key]), key=lambda pair: pair[0])]

@@ -1,5 +1,6 @@
 """Models that are convolutional at first and attention later (L21, section 4)."""
 
+import inspect
 from fnmatch import fnmatchcase
 from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence, Union, runtime_checkable
 
@@ -8,11 +9,10 @@ from torch import nn
 
 from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
-from ..change import Change, Successor, check_not_distributed, within
+from ..change import Change, Successor, all_or_nothing, check_not_distributed, within
 from ..convert import convs_to_attention
-from ..convert.models import check_replaceable, find_convolutions
+from ..convert.models import check_convertible
 from ..convert.pixels import check_settings
-from ..pruning.prune import states_of
 from .loops import Optimizers, check_epochs, hand_over, in_list, uncompiled
 
 
@@ -75,6 +75,7 @@ class TwoPhases:
             ``alpha=6`` or so to learn.
 
     Raises:
+        TypeError: A setting is unknown.
         ValueError: ``epoch`` is no number of epochs, or settings without ``layers``.
     """
 
@@ -84,6 +85,11 @@ class TwoPhases:
         (self.epoch,) = check_epochs(f'epoch={epoch!r} of TwoPhases', [epoch])
         if settings and layers is None:
             raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
+        unknown = settings.keys() - inspect.signature(check_settings).parameters - {'inputs'}
+        if unknown:
+            raise TypeError(
+                f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa, such as alpha'
+            )
         self.globs = [layers] if isinstance(layers, str) else layers
         self.seed, self.settings = seed, settings
 
@@ -104,11 +110,8 @@ class TwoPhases:
                 "CNN, such as layers='layer4.*.conv2'"
             )
         if phase == 'conv' and self.globs is not None:
-            convolutions = find_convolutions(model, self.globs)
-            check_replaceable(model, convolutions)
             settings = {key: value for key, value in self.settings.items() if key != 'inputs'}
-            for convolution in convolutions.values():
-                check_settings(convolution, **settings)
+            check_convertible(model, self.globs, settings)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
@@ -128,7 +131,8 @@ class TwoPhases:
 
         Raises:
             TypeError: The model is wrapped, or a module of its own says nothing about its parameters.
-            ValueError: The model is attention before the epoch, or convolutional after it.
+            ValueError: The model is attention before the epoch, or convolutional after it; a copy has other layers; or
+                the optimizer has parameters in places of its own. Model, optimizer and copies are as they were.
         """
         self.check(model)
         model = uncompiled(model)
@@ -146,10 +150,12 @@ class TwoPhases:
                 'call follow_with_optimizer(model, optimizer, state_dict) before you load a checkpoint, or give the '
                 'epoch at which they are to turn'
             )
-        changes = self._turn(model, optimizer)
-        for average in copies:
-            self._turn(uncompiled(average), ())
-        return changes
+        models = [model, *map(uncompiled, copies)]
+        with all_or_nothing(models, optimizers := in_list(optimizer)):
+            changes = [self._turn(own, optimizers if own is model else []) for own in models]
+        for own in models:
+            own.zero_grad(set_to_none=True)
+        return changes[0]
 
     def _phase(self, model: nn.Module) -> Optional[str]:
         """Returns the phase of a model; None for one that has none."""
@@ -162,7 +168,7 @@ class TwoPhases:
             phases = phases or ['conv' for layer in chosen if isinstance(layer, CONVOLUTIONS)]
         return None if not phases else 'conv' if 'conv' in phases else 'attn'
 
-    def _turn(self, model: nn.Module, optimizer: Optimizers) -> List[Change]:
+    def _turn(self, model: nn.Module, optimizers: Sequence[Any]) -> List[Change]:
         names = {module: name for name, module in model.named_modules()}
         if self.globs is None:
             places = [names[part] for part in parts_in_phases(model, 'conv')]  # type: ignore[index]
@@ -171,7 +177,6 @@ class TwoPhases:
             generator = torch.Generator().manual_seed(self.seed)
             places = ['']
             changes = [convs_to_attention(model, self.globs, generator=generator, **self.settings)]
-            model.zero_grad(set_to_none=True)
         replaced: Dict[nn.Parameter, Successor] = {}
         for name, change in zip(places, changes):
             if not isinstance(change, Change):
@@ -180,7 +185,6 @@ class TwoPhases:
                     'needs a Change to tell the optimizer about its parameters'
                 )
             replaced.update(within(name, change.replaced))
-        for own in in_list(optimizer):
-            states_of(own).clear()
-            hand_over(own, model, replaced)
+        for own in optimizers:
+            hand_over(own, model, replaced, anew=True)
         return changes

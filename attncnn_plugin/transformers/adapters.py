@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .vision_transformer import find_transformer, is_vit, part_of
+from .vision_transformer import Transformer, part_of
 
 Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
 Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
-OTHER_KEYS = 'its keys and values are of other tokens than its queries'
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
 KNOWN = (
     'the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of the ViT, DeiT, DINOv2, DINOv3, '
@@ -42,7 +41,8 @@ class Adapter:
 
     Attributes:
         maps (tuple[str, ...]): Linear maps: one to queries, keys and values, which lie map by map and head by head, or
-            three. Modules, or the beginning of the names of two parameters, ``in_proj`` for ``in_proj_weight``.
+            three, or none where P is no such softmax. Modules, or the beginning of the names of two parameters,
+            ``in_proj`` for ``in_proj_weight``.
         biases (tuple[str, ...]): Biases of queries, keys and values beside these maps.
         norms (tuple[str, str]): Norms of each query and each key.
         turned (callable | None): ``turned(module, x, call)`` computes what queries, or keys, ``(B, N_h, N, d)`` are
@@ -63,7 +63,6 @@ class Adapter:
         drop (str): The dropout of the probabilities, a module or a rate.
         key_bias (bool): Whether the bias of the one map is for the keys too.
         cuts (bool): Whether it cuts the windows itself, of a grid ``(B, H, W, D)``.
-        probs (callable | None): ``probs(module, x)`` gives P of attention that is no such softmax.
         called (str): The module inside that gets the tokens; the module itself by default.
         forward (str): What the module's own forward pass can do. ``'sizes'``: it reads all sizes off the parameters,
             so that it needs no other where heads are gone. ``'modules'``: it calls the map ``output``. ``'functions'``:
@@ -88,7 +87,6 @@ class Adapter:
     drop: str = 'attn_drop'
     key_bias: bool = True
     cuts: bool = False
-    probs: Optional[Callable[[Any, Tensor], Tensor]] = None
     called: str = ''
     forward: str = 'modules'
     returns_pair: bool = False
@@ -252,11 +250,6 @@ def mask_of_torchvision(module: Any, query: Any, call: Call) -> Optional[Tensor]
     return torch.where(rows[:, :, None] == rows[:, None], 0.0, -100.0)
 
 
-def gated_probs(module: Any, x: Tensor) -> Tensor:
-    """Returns (1 − σ(λ)) softmax(Q Kᵀ) + σ(λ) softmax(b_δ) (ConViT)."""
-    return module.get_attention(x)
-
-
 TABLE = {'relative_position_bias_table': 1}
 SWIN = Adapter(added=(own_table,), mask=argument('mask'), tables=TABLE, windows=windows_of_timm)
 SWIN_V2 = replace(
@@ -305,7 +298,7 @@ ADAPTERS: Dict[str, Adapter] = {
     ),
     'timm.models.cait.ClassAttn': Adapter(maps=('q', 'k', 'v'), queries=1),
     'timm.models.convit.MHSA': Adapter(),
-    'timm.models.convit.GPSA': Adapter(probs=gated_probs),
+    'timm.models.convit.GPSA': Adapter(maps=()),
     f'{MMPRETRAIN}.MultiheadAttention': Adapter(scale=scale_of_mmpretrain, after=('proj_drop', 'gamma1', 'out_drop')),
     f'{MMPRETRAIN}.BEiTAttention': Adapter(added=(own_table, argument('rel_pos_bias')), tables=TABLE),
     f'{MMPRETRAIN}.WindowMSA': replace(SWIN, windows=windows_of_mmpretrain),
@@ -413,6 +406,10 @@ class Attention:
         """Returns the names of the maps that there are, one or three."""
         return [name for name in self.adapter.maps if self.of_map(name, 'weight') is not None]
 
+    def runs_in(self, name: str) -> str:
+        """Returns the name of :attr:`called` in a model that has the module by this name."""
+        return f'{name}.{self.adapter.called}'.strip('.')
+
     def part(self, name: str) -> Any:
         """Returns an attribute of the module, or of one inside; None without it."""
         return part_of(self.module, name)
@@ -458,23 +455,23 @@ class Attention:
                 bias.zero_()
 
     @property
-    def adds_keys(self) -> bool:
-        """Says whether it has keys of its own beside those of its tokens, or maps for keys of another width."""
-        no_maps = self.adapter.probs is None and not self.map_names
-        return no_maps or self.part('bias_k') is not None or bool(self.part('add_zero_attn'))
+    def unknown_keys(self) -> Optional[str]:
+        """Returns why its keys cannot be known; None where they can."""
+        if self.adapter.maps and not self.map_names:  # wrapped, or for keys of another width
+            return f'it has no {" or ".join(self.adapter.maps)} with weights of its own'
+        adds_keys = self.part('bias_k') is not None or self.part('add_zero_attn')
+        return 'it has keys beside those of its tokens' if adds_keys else None
 
     def tokens(self, args: Sequence[Any], kwargs: Call) -> Tuple[Tensor, Call]:
         """Returns the tokens ``(B, N, D)`` of a call, of windows ``(B·windows, N, D)``, and its other arguments.
 
         Raises:
-            ValueError: The keys are other tokens.
+            ValueError: The keys are unknown.
         """
         call = by_name(self.called, args, kwargs)
         x = call.pop(next(iter(call)))
-        key: Any = call.get('key', x)
-        if self.adds_keys or not (key is x or torch.equal(key, x)):
-            kind = type(self.module).__name__
-            raise ValueError(f'{self.name or "attention"} is a {kind}: {OTHER_KEYS}, and only self-attention is known')
+        if self.unknown_keys is not None:
+            raise ValueError(f'{self.name or "attention"} is a {type(self.module).__name__}: {self.unknown_keys}')
         if self.adapter.cuts and self.adapter.windows is not None:
             call['windows'] = self.adapter.windows(self.module, (x,))
             x = cut_windows(x, numbers_in_windows(*call['windows']))
@@ -515,15 +512,11 @@ class Attention:
             term = own(self.module, query, call)
             if term is not None:
                 total = term if total is None else total + term
-        mask = self.mask(call)
+        mask = None if self.adapter.mask is None else self.adapter.mask(self.module, None, call)
         if mask is not None:  # the windows of an image lie one after the other
             mask = mask.to(query).repeat(len(query) // len(mask), 1, 1)[:, None]
             total = mask if total is None else total + mask
         return total
-
-    def mask(self, call: Call) -> Optional[Tensor]:
-        """Returns what is added to the scores of each window of an image, ``(windows, N, N)``; None for nothing."""
-        return None if self.adapter.mask is None else self.adapter.mask(self.module, None, call)
 
     @contextmanager
     def windows_seen(self) -> Iterator[Callable[[], Optional[Windows]]]:
@@ -535,14 +528,6 @@ class Attention:
             return
         with owner.register_forward_pre_hook(lambda _, args: last.append(args)):
             yield lambda: windows(owner, last.pop()) if last else None
-
-    def probs(self, x: Tensor, call: Call) -> Tensor:
-        """Computes P = softmax(Q Kᵀ + B) of :meth:`tokens` in evaluation mode, ``(B, N_h, N, N)``."""
-        if self.adapter.probs is not None:
-            return self.adapter.probs(self.module, x)
-        query, key, _ = self.queries_keys_values(x, call)
-        scores, added = query @ key.mT, self.added(query, call)
-        return (scores if added is None else scores + added).softmax(-1)
 
 
 def numbers_in_windows(
@@ -593,30 +578,26 @@ def by_name(module: nn.Module, args: Sequence[Any], kwargs: Call) -> Call:
     return {names[0]: call.pop(names[0]), **call}
 
 
-def find_attention(model: nn.Module) -> List[Attention]:
-    """Returns the attention in the blocks of a vision transformer, or of any model without one, in their order.
+def find_attention(network: Transformer) -> List[Attention]:
+    """Returns the attention in the blocks of a vision transformer, in their order.
 
     Raises:
         ValueError: There is none, or some is of a class that is not in ``ADAPTERS``.
     """
-    modules, kind, before = dict(model.named_modules()), type(model).__name__, ''
-    if is_vit(model):
-        network = find_transformer(model)
-        kind, before = network.kind, f'{network.name}.' if network.name else ''
-        modules = {name: module for name, module in network.module.named_modules() if network.is_in_blocks(name)}
+    modules = {name: module for name, module in network.module.named_modules() if network.is_in_blocks(name)}
     known = [name for name, module in modules.items() if adapter_of(module) is not None]
     for name, module in modules.items():
         apart = not any(f'{name}.'.startswith(f'{own}.') or own.startswith(f'{name}.') for own in known)
         if apart and (hasattr(module, 'num_heads') or hasattr(module, 'num_attention_heads')):
-            raise ValueError(f'{name} of a {kind} is a {unknown_class(module)}')
+            raise ValueError(f'{name} of a {network.kind} is a {unknown_class(module)}')
     if not known:
         raise ValueError(
-            f'model is a {kind}, whose blocks have no attention with num_heads (those of a CMHSA in the convolution '
-            f'phase get it with its transition): {KNOWN}'
+            f'model is a {network.kind}, whose blocks have no attention with num_heads (those of a CMHSA in the '
+            f'convolution phase get it with its transition): {KNOWN}'
         )
+    before = f'{network.name}.' if network.name else ''
     return [
-        Attention(modules[name], before + name, model.get_submodule((before + name).rpartition('.')[0]))
-        for name in known
+        Attention(modules[name], before + name, network.module.get_submodule(name.rpartition('.')[0])) for name in known
     ]
 
 

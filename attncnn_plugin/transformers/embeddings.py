@@ -8,7 +8,7 @@ from typing import Any, Callable, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.window import shown
+from ..attention.window import CONVOLUTIONS, shown
 from .adapters import Attention
 from .vision_transformer import Transformer, find_transformer
 
@@ -28,7 +28,7 @@ def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
     """
     quarter = channels // 4
     # 10000^(−i/n), i = 0 … n − 1
-    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
+    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
     angles = patch_positions(size)[:, :, None] * frequencies
     waves = torch.cat([angles.sin(), angles.cos()], -1).flatten(1)
     return nn.functional.pad(waves, (0, channels - waves.shape[1]))
@@ -65,16 +65,41 @@ def set_sine_cosine_embedding(model: nn.Module, overwrite: bool = False) -> None
 
 
 def check_new(network: Transformer) -> None:
-    """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
-    kind = network.kind
-    norms = [(name, norm) for name, norm in network.module.named_modules() if 'norm' in type(norm).__name__.lower()]
-    parameters = {f'{name}.{own}': of for name, norm in norms for own, of in norm.named_parameters('', False)}
-    drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
-    if drawn or not parameters:
-        looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
+    """Refuses a trained network, told by its norms and biases: other weights may be drawn, new ones of these are not.
+
+    But those of linear maps are in some libraries, see :func:`_drawn`.
+    """
+    kind, norms, trained = network.kind, 0, None
+    for name, module in network.module.named_modules():
+        is_norm = 'norm' in type(module).__name__.lower()
+        for own, values in module.named_parameters('', False):
+            norms += is_norm
+            if values.ndim > 1 and not is_norm or isinstance(module, CONVOLUTIONS):  # a start sets that of patches
+                continue
+            if (values != values.flatten()[0]).any() and not _drawn(module, values):
+                trained = trained or f'{name}.{own}'
+    if trained or not norms:
+        looked_at = f'{trained} of {kind} holds different numbers' if trained else f'no norm of {kind} has parameters'
         raise ValueError(
             f'{looked_at}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
         )
+
+
+def _drawn(module: Any, bias: Tensor) -> bool:
+    """Returns whether the bias of a linear map is as drawn from N(0, 1e-6²) or, as PyTorch's, from U(−1/√n, 1/√n).
+
+    n is the number of inputs. The mean square says so, to 4.5 standard deviations. Of the second the weights must not
+    have gone beyond ±1/√n, up to the rounding of bfloat16, where their mean square is as drawn.
+    """
+    if not isinstance(module, nn.Linear):
+        return False
+    limit, bias = module.in_features**-0.5, bias[bias != 0].double()  # a start sets those of queries to 0
+    if 0.5e-6 < bias.square().mean().sqrt() < 2e-6:
+        return True
+    weight, bias = module.weight.double() / limit, bias / limit
+    moved = abs(weight.square().mean() * 3 - 1) < 0.01 and weight.abs().max() > 1.004
+    near = abs(bias.square().mean() * 3 - 1) < 4.5 * (0.8 / len(bias)) ** 0.5 and bias.abs().max() < 1.5
+    return bool(near and not moved)
 
 
 def position_embedding(network: Transformer, patches: int) -> Tensor:

@@ -1,23 +1,21 @@
 """A vision transformer that starts as a convolution."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.shifts import at_grid_shifts
 from ..attention.window import per_axis, shown
 from ..change import table
+from ..heads.places import Places, cells
+from ..heads.seen import watching
 from .absolute import start_absolute
 from .adapters import Attention, direction, find_attention, rope_of_mmpretrain
-from .attention import TokenPlaces, visited_attention
 from .embeddings import check_new
 from .impulse_and_mimetic import start_impulse, start_mimetic
-from .relative_tables import bias_of, gaussian_table, start_relative, window_of
+from .relative_tables import bias_of, start_relative, window_of
 from .rotary import start_rotary
 from .vision_transformer import Transformer, find_transformer
 
@@ -94,8 +92,9 @@ def init_as_convolution(
     """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
 
     It is for a model before training: a trained one would lose what it has learned. A model counts as trained where the
-    weights, or the biases, of a norm are not all the same number, as a new model's are. A start leaves them alone, so
-    a second one replaces the first. A checkpoint that is loaded afterwards replaces all of it.
+    weights, or the biases, of a norm are not all the same number, as a new model's are, or other biases are neither
+    that nor as libraries draw them. Where a library draws biases as PyTorch does, and norms were frozen, few steps
+    cannot be told. A second start replaces the first. A checkpoint that is loaded afterwards replaces all of it.
 
     Args:
         model (nn.Module): A vision transformer of another library, or a model with one, just built: with embeddings
@@ -139,7 +138,7 @@ def init_as_convolution(
     network = find_transformer(model)
     if any(parameter.is_meta for parameter in network.module.parameters()):
         raise ValueError(f'model is a {network.kind} on the meta device, without values: build it on another device')
-    attentions = find_attention(model)
+    attentions = find_attention(network)
     for attention in attentions:
         _check(attention)
     if not overwrite:
@@ -167,7 +166,7 @@ def init_as_convolution(
                 # Autocast keeps the weights that it has cast, and would not see that they are set.
                 with torch.autocast(images.device.type, enabled=False):
                     start(network, attentions, alpha, images, generator)
-            layers = _report(network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
+            layers = _report(model, network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
     except BaseException:  # leave the model as it was
         for parameter, own in before.items():
             parameter.data.copy_(own)
@@ -184,7 +183,7 @@ def _check(attention: Attention) -> None:
         reason = 'it has no heads left'
     elif adapter.turned is direction:
         reason = 'it compares queries and keys by their angle (Swin v2): bounded scores cannot be a Gaussian'
-    elif adapter.probs is not None:
+    elif not adapter.maps:
         reason = 'its probabilities are no softmax of scores'
     elif not isinstance(attention.part(adapter.norms[0]), (nn.Identity, type(None))):
         reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
@@ -248,38 +247,49 @@ def random_images(network: Transformer, seed: int = 0) -> Tensor:
 
 
 def _report(
-    network: Transformer, attentions: List[Attention], encoding: str, alpha: float, images: Tensor
+    model: nn.Module,
+    network: Transformer,
+    attentions: List[Attention],
+    encoding: str,
+    alpha: float,
+    images: Tensor,
 ) -> List[LayerStart]:
     """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
     """
-    layers: List[LayerStart] = []
+    by_name, layers = {attention.runs_in(attention.name): attention for attention in attentions}, {}
 
-    def compare(attention: Attention, probs: Tensor, places: Optional[TokenPlaces]) -> None:
+    def compare(name: str, probs: Tensor, places: Places) -> None:
+        attention = by_name[name]
+        assert places.queries is not None and places.keys is not None
+        (_, query, whole), (_, key, _) = cells(places.queries), cells(places.keys)
         bias = bias_of(network, attention)
-        grid = network.grid if bias is None else window_of(bias)
-        patches = grid[0] * grid[1]  # which come last
-        own = probs[:, :, -patches:, -patches:].double()
+        grid = whole if bias is None else window_of(bias)
+        shifts = torch.stack([axis(key)[:, None] - axis(query)[:, :, None] for axis in axes_of(whole)], -1)
+        # Tokens of one window that are farther apart come from both sides of a grid that was shifted.
+        hidden = (key < 0)[:, None] | (shifts.abs() >= torch.tensor(grid, device=shifts.device)).any(-1)
+        own = probs.double().masked_fill((key < 0)[:, None, None], 0)
         total = own.sum(-1, keepdim=True)
         own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
-        wanted = at_grid_shifts(gaussian_table(attention.shifts, alpha, grid), grid).to(own.device)[None]
-        if places is not None and places.masked is not None:
-            own, masked = (
-                own.unflatten(0, (-1, len(places.masked))),
-                places.masked,
-            )  # (B, windows, N_h, patches, patches)
-            wanted = wanted.masked_fill(masked[:, None], -torch.inf)
-        variations = (own - wanted.softmax(-1)).abs().sum(-1).transpose(-2, 0).flatten(1).mean(1) / 2
-        share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
+        wanted = attention.shifts.to(own.device)[:, None, None]
+        scores = -alpha * (shifts[:, None] - wanted).double().square().sum(-1)  # (B, N_h, Q, K)
+        wanted = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        of_patches = (query >= 0)[:, None].expand(own.shape[:-1])
+        number = of_patches.sum((0, 2))
+        variations = ((own - wanted).abs().sum(-1) / 2).where(of_patches, 0).sum((0, 2)) / number
+        share = max(0.0, float(1 - total[of_patches].mean())) if (key < 0).any() else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
-        layers.append(LayerStart(attention.name, encoding, grid, heads, share))
+        layers[name] = LayerStart(attention.name, encoding, grid, heads, share)
 
-    with ExitStack() as stack:
-        for attention in attentions:
-            stack.enter_context(visited_attention(attention, partial(compare, attention)))
+    with watching(model, compare, by_name.__contains__):
         network.module(images)
-    for attention in attentions:
-        if attention.name not in [layer.name for layer in layers]:
-            raise ValueError(f'{attention.name} is attention that a {network.kind} does not run on images')
-    return layers
+    missing = [name for name in by_name if name not in layers]
+    if missing:
+        raise ValueError(f'{missing[0]} is attention that a {network.kind} does not run on images')
+    return [layers[name] for name in by_name]
+
+
+def axes_of(grid: Tuple[int, int]) -> Tuple[Callable[[Tensor], Tensor], ...]:
+    """Returns functions that give the row and the column of places of a grid."""
+    return (lambda place: place // grid[1]), (lambda place: place % grid[1])

@@ -5,20 +5,18 @@ A state dict carries the number of heads in its shapes, as that of
 """
 
 import functools
-import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from types import MethodType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.heads import check_heads, keep_entries, resize_parameter
-from ..attention.state_dicts import StructureError
+from ..attention.heads import check_heads, heads_in, keep_entries, not_alone, resize_parameter
+from ..attention.state_dicts import StateDict, StructureError
 from ..change import Successor
-from .adapters import OTHER_KEYS, Attention, adapter_of, by_name, join_windows, numbers_in_windows
-
-logger = logging.getLogger(__name__)
+from .adapters import Attention, adapter_of, by_name, join_windows, numbers_in_windows
 
 
 class TransformerHeads(Attention):
@@ -44,8 +42,8 @@ class TransformerHeads(Attention):
         layout.update(dict.fromkeys(beside, (0, 1, width)))
         layout[f'{self.adapter.output}.weight'] = 1, 1, width
         layout.update({name: (dim, 1, 1) for name, dim in self.adapter.tables.items()})
-        # A parametrized weight is a tensor, and so is a bias that is always 0.
-        kinds = {name: nn.Parameter if name in self.adapter.biases else Tensor for name in layout}
+        # A parametrized weight is a tensor, and so is a bias that is always 0; a quantized one is a method.
+        kinds = {name: nn.Parameter if name in self.adapter.biases else (Tensor, MethodType) for name in layout}
         self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), kinds[name])}
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
@@ -56,7 +54,8 @@ class TransformerHeads(Attention):
         """Returns the dimension of heads, and the entries of these, of every parameter that has some."""
         found = {}
         for name, (dim, maps, width) in self.layout.items():
-            index = torch.arange(maps * self.num_heads * width, device=self.part(name).device)
+            device = getattr(self.part(name), 'device', None)
+            index = torch.arange(maps * self.num_heads * width, device=device)
             found[name] = dim, index.view(maps, self.num_heads, width)[:, list(heads)].flatten()
         return found
 
@@ -77,10 +76,10 @@ class TransformerHeads(Attention):
     def shared(self) -> Optional[str]:
         """Returns why heads of the module are not apart; None where they are."""
         forward = vars(self.module).get('forward')
-        if self.adapter.probs is not None:
+        if not self.adapter.maps:
             return 'its probabilities are no softmax of scores'
-        if self.adds_keys:
-            return OTHER_KEYS
+        if self.unknown_keys is not None:
+            return self.unknown_keys
         if forward is not None and getattr(forward, 'func', None) is not forward_of_heads:
             return 'something else has replaced its forward pass'
         if not isinstance(self.part('norm'), (nn.Identity, type(None))):
@@ -89,20 +88,15 @@ class TransformerHeads(Attention):
             return 'it adds its values to its output'
         if self.part('num_kv_heads') not in (None, self.num_heads):
             return 'some of its heads share keys and values'
-        computed = self.layout.keys() - dict(self.module.named_parameters(remove_duplicate=False))
-        if computed:
-            return f'its {min(computed)} is no parameter of its own: remove the parametrization first'
-        return None
+        entries = {name: (dim, maps * self.num_heads * width) for name, (dim, maps, width) in self.layout.items()}
+        return not_alone(self.module, entries)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
         """Removes heads, see :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
 
         Without any heads the module gives the bias of its output.
-
-        Raises:
-            TypeError: The heads of the module share something.
-            ValueError: A head that is not there, or all of them.
         """
         heads = self.check_heads(heads, allow_empty)
         self.module.pruned_from = (self.built_heads, self.head_dim)
@@ -111,36 +105,37 @@ class TransformerHeads(Attention):
         self._set_number(self.num_heads - len(heads))
         return replaced
 
-    def structure_in(self, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[int]:
-        """Returns the number of heads in a state dict; None where none explains the entries, or there are none."""
-        counts = set()
-        for name, (dim, maps, width) in self.layout.items():
-            loaded, own = state_dict.get(prefix + name), self.part(name)
-            if loaded is None or loaded.ndim != own.ndim:  # without all entries some would be lost
-                return None
-            shapes = [list(tensor.shape) for tensor in (loaded, own)]
-            heads, rest = divmod(shapes[0].pop(dim), maps * width)
-            shapes[1].pop(dim)
-            if rest or shapes[0] != shapes[1]:
-                return None
-            counts.add(heads)
-        return counts.pop() if len(counts) == 1 and max(counts) <= self.built_heads else None
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        """Returns the number of heads in a state dict; None for that of the module, or where none explains the shapes.
+
+        Raises:
+            StructureError: The module cannot have as few heads.
+        """
+        places = {name: (dim, maps * width, self.part(name)) for name, (dim, maps, width) in self.layout.items()}
+        try:
+            number = heads_in(state_dict, prefix, places, self.built_heads)
+        except StructureError:
+            return None  # the loading refuses it, and says why
+        if number in (None, self.num_heads):
+            return None
+        reason = self.shared()
+        if reason is not None:
+            name = prefix.rstrip('.')
+            raise StructureError(
+                f'{name} has {number} heads in the state dict, but the model {self.num_heads}: {reason}'
+            )
+        return number
 
     @torch.no_grad()
-    def take_structure(self, num_heads: int) -> None:
+    def take_structure(self, structure: int) -> None:
         """Gives the module a number of heads, with values that are yet to be loaded.
 
         The parameters stay the same objects.
-
-        Raises:
-            TypeError: The heads of the module share something.
         """
-        self.check_heads([], allow_empty=True)
         self.module.pruned_from = (self.built_heads, self.head_dim)
-        logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
         for name, (dim, maps, width) in self.layout.items():
-            resize_parameter(self.module, name, dim, num_heads * maps * width)
-        self._set_number(num_heads)
+            resize_parameter(self.module, name, dim, structure * maps * width)
+        self._set_number(structure)
 
     def _set_number(self, num_heads: int) -> None:
         """Lets the module compute with another number of heads."""
@@ -189,34 +184,46 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes the output of attention that has lost heads as its own forward pass does, ``(B, N, D)`` of tokens.
 
     Raises:
-        ValueError: Something that is added to the scores is for another number of heads, or keys are other tokens.
+        ValueError: Something that is added to the scores is for another number of heads.
     """
     attention = Attention(module)
     given = by_name(attention.called, args, kwargs)
-    tokens = next(iter(given.values()))
-    if any(given.get(name, tokens) is not tokens for name in ('key', 'value')):
-        raise ValueError(
-            f'a {type(module).__name__} whose heads are watched or removed attends to its queries, not to other tokens '
-            'as here: give one tensor as query, key and value, or leave its heads alone'
-        )
+    tokens = given.pop(next(iter(given)))
+    of_all = tokens, *(given.pop(name, tokens) for name in ('key', 'value'))  # other ones of nn.MultiheadAttention
+
+    def each(change: Callable[[Tensor], Any]) -> List[Any]:
+        changed = {id(own): change(own) for own in of_all}  # the same stay the same
+        return [changed[id(own)] for own in of_all]
+
     if tokens.is_nested:  # nn.TransformerEncoder has cut padding off
-        rows = [forward_of_heads(module, *[row[None]] * 3, **kwargs)[0][0] for row in tokens.unbind()]
-        return torch.nested.as_nested_tensor(rows), None
-    x, call = attention.tokens(args, kwargs)
-    heads, key, value = attention.queries_keys_values(x, call)  # queries first
-    added = attention.added(heads, call)
+        rows = zip(*each(lambda own: [row[None] for row in own.unbind()]))
+        return torch.nested.as_nested_tensor([forward_of_heads(module, *row, **given)[0][0] for row in rows]), None
+    if tokens.ndim == 2:  # no batch
+        dim, mask = 0 if module.batch_first else 1, given.get('key_padding_mask')
+        given['key_padding_mask'] = None if mask is None else mask[None]
+        output, weights = forward_of_heads(module, *each(lambda own: own.unsqueeze(dim)), **given)
+        return output.squeeze(dim), None if weights is None else weights[0]
+    x, call = attention.tokens((tokens,), given)
+    query, key, value = attention.queries_keys_values(x, call)
+    if any(own is not tokens for own in of_all):
+        maps = each(lambda own: attention.queries_keys_values(attention.tokens((own,), given)[0], call))
+        query, key, value = (maps[number][number] for number in range(3))
+    added = attention.added(query, call)
     number = attention.num_heads
     if added is not None and added.ndim > 2 and added.shape[-3] not in (1, number):
         raise ValueError('a position bias that all layers share is for all heads, but this layer has lost some')
     drop: Any = attention.part(attention.adapter.drop)
     rate = getattr(drop, 'p', drop or 0.0) if module.training else 0.0
-    weights = None
-    if number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
+    needs_weights = call.get('need_weights', attention.adapter.returns_pair)
+    fused = number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module))
+    if needs_weights or not fused:
+        scores = query @ key.mT
+        weights = (scores if added is None else scores + added).softmax(-1)
+    if fused:
         added = None if added is None else added.to(value.dtype)
-        heads = F.scaled_dot_product_attention(heads, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
-    elif number > 0:
-        scores = heads @ key.mT
-        heads = F.dropout((scores if added is None else scores + added).softmax(-1), rate).type_as(value) @ value
+        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
+    else:
+        heads = F.dropout(weights, rate).type_as(value) @ value
     output = heads.transpose(1, 2).flatten(2)  # head after head
     gate = attention.part(attention.adapter.gate)
     output = attention.output(output if gate is None else output * gate(x).sigmoid())
@@ -225,28 +232,8 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     if attention.adapter.cuts:
         output = join_windows(output, numbers_in_windows(*call['windows']), tokens.shape[1:3])
         return F.dropout(output, module.dropout, module.training)
-    if call.get('need_weights', attention.adapter.returns_pair):
-        weights = attention.probs(x, call)
-        weights = weights.mean(1) if call.get('average_attn_weights', True) else weights
+    if needs_weights and call.get('average_attn_weights', True):
+        weights = weights.mean(1)
     if getattr(module, 'batch_first', True) is False:
         output = output.transpose(0, 1)
-    return (output, weights) if attention.adapter.returns_pair else output
-
-
-def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
-    """Gives attention of another library as many heads as a state dict has for it.
-
-    ``prefix`` is the module's name with a dot, or empty. Returns True if it had another number.
-
-    Raises:
-        StructureError: The module cannot have as few heads.
-    """
-    heads = transformer_heads(module)
-    number = None if heads is None else heads.structure_in(state_dict, prefix)
-    if heads is None or number is None or number == heads.num_heads:
-        return False
-    try:
-        heads.take_structure(number)
-    except TypeError as error:
-        raise StructureError(f'{prefix.rstrip(".")} has {number} heads in the state dict: {error}') from error
-    return True
+    return (output, weights if needs_weights else None) if attention.adapter.returns_pair else output

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, List, Optional, Tuple
 
-from torch import Tensor, nn
-
-from ..attention.window import shown
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -101,22 +99,6 @@ class Transformer:
         return sum(token.shape[-2] for token in self.tokens)
 
     @property
-    def prefix_names(self) -> List[str]:
-        """Short names of the tokens before the patches, in their order: ``cls``, ``dist``, ``reg 1``, …."""
-        single = [part_of(self.module, name) is not None for name in self.layout.tokens[:2]]
-        names = [name for name, has in zip(('cls', 'dist'), single) if has]
-        count = self.num_prefix_tokens
-        return [*names, *(f'reg {i + 1}' for i in range(count - len(names)))][:count]
-
-    @property
-    def reads_class_token(self) -> bool:
-        """Whether there is a class token, and the output is not the mean, or all, of the patches."""
-        pool = getattr(self.module, 'global_pool', None)  # of timm; empty for all tokens
-        of_patches = getattr(self.module, 'out_type', None) in ('avg_featmap', 'featmap')  # of mmpretrain
-        of_patches |= bool(part_of(self.module, 'config.use_mean_pooling'))  # of Hugging Face
-        return self.prefix_names[:1] == ['cls'] and (pool or 'token') == 'token' and not of_patches
-
-    @property
     def patch_convolutions(self) -> List[nn.Conv2d]:
         """The convolutions of the patch embedding: the first takes the images, the last makes tokens of patches."""
         embed = part_of(self.module, self.layout.patches)
@@ -126,29 +108,6 @@ class Transformer:
                 f'the {self.layout.patches} of {self.kind} has no convolution that makes tokens of patches'
             )
         return convolutions
-
-    def check_images(self, images: Tensor) -> None:
-        """Refuses what are no images for the patch embedding, by a ValueError."""
-        channels = self.patch_convolutions[0].in_channels
-        if images.ndim != 4 or images.shape[1] != channels:
-            raise ValueError(
-                f'images have shape {tuple(images.shape)}, but a {self.kind} takes (B, {channels}, H, W): batches of '
-                f'images with {channels} channels'
-            )
-
-    def grid_of_patches(self, embedded: Tensor) -> Tuple[int, int]:
-        """Returns height and width of the grid of patches in what the last of :attr:`patch_convolutions` gave.
-
-        Raises:
-            ValueError: The grid has a single patch.
-        """
-        height, width = embedded.shape[-2:]
-        if height * width < 2:
-            raise ValueError(
-                f'model has a {self.kind}, whose {self.layout.patches} gives no grid of at least 2 patches for these '
-                f'images: its grid is {(height, width)}'
-            )
-        return height, width
 
     @property
     def grid(self) -> Tuple[int, int]:
@@ -185,46 +144,12 @@ class Transformer:
         return any(f'{name}.'.startswith(f'{blocks}.') for blocks in self.layout.blocks)
 
 
-def is_vit(model: nn.Module) -> bool:
-    """Says whether a vision transformer is in a model.
-
-    Examples:
-        >>> import timm
-        >>> is_vit(timm.create_model('vit_tiny_patch16_224', depth=1)), is_vit(timm.create_model('resnet18'))
-        (True, False)
-    """
-    return _find(model) is not None
-
-
-def images_for(model: nn.Module, images: Tensor) -> Tensor:
-    """Returns images on the device and in the dtype of a model.
-
-    Raises:
-        ValueError: There are none.
-    """
-    if not images.numel():
-        raise ValueError(f'images={shown(images)} are none, but at least one is needed')
-    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    return images if like is None else images.to(like)
-
-
 def find_transformer(model: nn.Module) -> Transformer:
     """Returns the vision transformer in a model, the first module with the parts of one of ``LAYOUTS``.
 
     Raises:
         ValueError: There is none.
     """
-    found = _find(model)
-    if found is None:
-        looked_for = '; '.join(f'{own.patches} and {" or ".join(own.blocks)}' for own in LAYOUTS)
-        raise ValueError(
-            f'model is a {type(model).__name__} without a vision transformer as those of timm, mmpretrain, Hugging '
-            f'Face transformers or torchvision: no module has a patch embedding and blocks ({looked_for})'
-        )
-    return found
-
-
-def _find(model: nn.Module) -> Optional[Transformer]:
     containers = nn.ModuleList, nn.Sequential
     for name, module in model.named_modules():
         if '_orig_mod' in module._modules:  # torch.compile's, which gives attributes of the module inside as its own
@@ -236,4 +161,8 @@ def _find(model: nn.Module) -> Optional[Transformer]:
                 and (not layout.needs or part_of(module, layout.needs) is not None)
             ):
                 return Transformer(name, module, layout)
-    return None
+    looked_for = '; '.join(f'{own.patches} and {" or ".join(own.blocks)}' for own in LAYOUTS)
+    raise ValueError(
+        f'model is a {type(model).__name__} without a vision transformer as those of timm, mmpretrain, Hugging '
+        f'Face transformers or torchvision: no module has a patch embedding and blocks ({looked_for})'
+    )

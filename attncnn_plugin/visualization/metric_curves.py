@@ -2,7 +2,7 @@
 
 Figures 2 and 13 of Cordonnier et al. 2020 (C20), and Figure 2 of Li et al. 2021 (L21).
 
-mmpretrain's ``analyze_logs.py`` refuses logs with centres of heads, and does not join those of a run that was resumed.
+mmpretrain's ``analyze_logs.py`` does not join the logs of a run that was resumed.
 """
 
 from pathlib import Path

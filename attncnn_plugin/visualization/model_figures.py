@@ -1,7 +1,7 @@
 """Figures of the heads of any vision transformer, which need a model and images and nothing else."""
 
 from dataclasses import replace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..analysis import mean_attention
-from ..analysis.layer_maps import attention_layers, is_other_vit, layer_labels, visit_layers
-from ..analysis.recorder import rollout
+from ..analysis.layer_maps import layer_labels
+from ..analysis.recorder import beside_the_grid, no_attention, observe, rollout
 from ..analysis.shift_statistics import keys_of_query
 from ..attention.window import shown
+from ..heads.places import Places, cells
 from ..pruning import HeadAblation
-from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import find_transformer
 from .style import MAP_COLORS, attention_bar, draw_attention, styled
 
 CHANGES = 'RdBu_r'  # of the loss: white for none, red where it rises
@@ -168,25 +167,27 @@ def _unwrapped(model: nn.Module, images: Any) -> nn.Module:
 
 @torch.no_grad()
 def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
-    """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the class token."""
-    rows: Dict[str, Tensor] = {}
-    of_class: List[bool] = []
+    """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the token that is read."""
+    of_patches: Dict[str, Tensor] = {}
+    of_tokens: Dict[str, Dict[float, Tensor]] = {}
 
-    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        first = where.prefix > 0 and find_transformer(model).reads_class_token
-        whole = probs if where.windows is None else where.on_grid(where.by_window(probs))
-        row = whole[:, :, 0] if first else whole[:, :, where.prefix :].mean(2)
-        rows[name] = row[..., where.prefix :].unflatten(-1, where.grid).float().cpu()
-        of_class.append(first)
+    def add(name: str, probs: Tensor, places: Places) -> None:
+        _, key, grid = cells(torch.zeros(1, 1) if places.keys is None else places.keys)
+        on_grid = places.on_grid(probs)
+        if on_grid is not None:
+            of_patches[name] = on_grid[0].mean(2).unflatten(-1, grid).float().cpu()
+        if on_grid is None or not places.are_windows:
+            order = key[0].argsort()[(key[0] < 0).sum() :]
+            rows = {n: row[..., order] for n, row in beside_the_grid(probs, places).items()}
+            if len(order) == grid[0] * grid[1] > 1:
+                of_tokens[name] = {n: row.unflatten(-1, grid).float().cpu() for n, row in rows.items()}
 
-    def add_own(name: str, layer: Any, x: Tensor) -> None:
-        rows[name] = layer.probs_of(x).mean(2).unflatten(-1, layer.grid_of(x)).float().cpu()
-
-    if is_other_vit(model):
-        visit_vit_attention(model, images, add)
-    else:
-        visit_layers(model, images, attention_layers(model), add_own)
-    return rows, bool(of_class) and of_class[-1]
+    token = observe(model, images, add)
+    from_token = {name: rows[token] for name, rows in of_tokens.items() if token in rows}
+    rows = from_token or of_patches
+    if not rows:
+        raise no_attention(model)
+    return rows, bool(from_token)
 
 
 def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:

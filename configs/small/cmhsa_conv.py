@@ -1,6 +1,6 @@
 # Only the first phase.
 _base_ = [
-    './_base_/cmhsa.py',
+    './_base_/model_cmhsa.py',
     './_base_/data_cifar10.py',
     './_base_/deit_recipe.py',
     './_base_/schedule.py',

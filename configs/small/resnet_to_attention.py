@@ -1,6 +1,6 @@
 # The convolutions of the last stage, for 8x8 pixels, become attention.
 _base_ = [
-    './_base_/resnet.py',
+    './_base_/model_resnet.py',
     './_base_/data_cifar10.py',
     './_base_/two_phases.py',
     './_base_/runtime.py',

@@ -1,5 +1,5 @@
 _base_ = [
-    './_base_/vit.py',
+    './_base_/model_vit.py',
     './_base_/data_cifar10.py',
     './_base_/schedule.py',
     './_base_/runtime.py',

@@ -1,5 +1,6 @@
 """Head reports: every claim against a computation by brute force, exact sentences for convolutions, text and JSON."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers.head_reports import LAYERS, brute_force, check_schema, hard_layer, shift_operators, values, window_shifts
 from helpers.small import small_cmhsa, small_timm
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -73,6 +74,7 @@ def test_parameters_of_gaussians():
 @pytest.mark.parametrize('kind', LAYERS)
 @settings(max_examples=6)
 @given(size=st.tuples(st.integers(3, 7), st.integers(3, 7)), seed=st.integers(0, 999))
+@example(size=(4, 4), seed=0)  # just a quarter of the queries have a key at (2, 2)
 def test_statistics(kind, size, seed):
     torch.manual_seed(seed)
     layer = LAYERS[kind]()
@@ -162,7 +164,7 @@ def test_hard_heads_whose_rest_counts():
     probs = torch.full((2, 9), 0.01).index_fill_(1, torch.tensor(4), 0.92)
     probs[1, :2] += torch.tensor([0.005, -0.005])
     with torch.no_grad():
-        attention.encoding.weight.copy_(probs.log().unflatten(1, (3, 3)))
+        attention.encoding.weight.copy_(probs.log().unflatten(1, (1, 3, 3)))
         attention.value.weight[:, 3:] = -attention.value.weight[:, :3]
     report = report_of(attention, (8, 8))
     assert report.kind.hard == 2 and {head.nearest_shift for head in report.heads} == {(0, 0)}
@@ -180,7 +182,9 @@ def test_grids_without_an_interior(size):
     """Where no query has its window inside, shifts that coincide express anything: that is no convolution."""
     layer = LAYERS['quadratic']()
     layer.encoding.center.data /= 4  # no target so far outside that a head is hard
-    assert report_of(layer, size).summary == 'mixture, 4 soft'
+    report = report_of(layer, size)
+    assert report.summary == 'mixture, 4 soft'
+    assert [head.mass_5x5 for head in report.heads] == pytest.approx([1.0] * 4)
 
 
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])
@@ -254,6 +258,13 @@ def test_nearest_shift_is_not_drawn_to_the_query(center, precision, nearest, kin
     """At the border what is left is renormalized: short shifts, which stay in the grid there, must not gain by it."""
     (head,) = report_of(hard_layer([list(center)], precision), (8, 8)).heads
     assert head.nearest_shift == nearest and head.kind == kind
+
+
+def test_of_shifts_with_equal_shares_the_shortest_is_the_nearest():
+    """To 1e-6 a query, which is more than rounding; the second head gives more than that to the longer one."""
+    short, long = shift_operators([(0, 1), (0, 2)], (8, 8), 'replicate')
+    probs = torch.stack([(0.5 - more) * short + (0.5 + more) * long for more in (4e-7, 1e-6)])
+    assert [head.nearest_shift for head in layer_report(MeanAttention(probs, (8, 8))).heads] == [(0, 1), (0, 2)]
 
 
 def test_mixture():
@@ -381,14 +392,50 @@ def test_models_by_content(position):
 @pytest.mark.parametrize(
     'model, settings, message',
     [
-        (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'type MultiheadAttention, has no attention layers'),
+        (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'a MultiheadAttention, depends on images, which say'),
         (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
         (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
         (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
-        (hard_layer([[math.nan, 0.0]]), dict(size=(5, 5)), 'not finite'),
+        (hard_layer([[math.nan, 0.0]]), dict(size=(5, 5)), 'finite: the parameters of layer must be finite'),
     ],
 )
 def test_errors(model, settings, message):
     with pytest.raises(ValueError, match=message):
         head_report(model, **settings)
+
+
+def test_a_size_in_the_place_of_images():
+    with pytest.raises(TypeError, match=r'images=\(9, 9\) must be a tensor \(B, C, H, W\): give the size of a grid as'):
+        head_report(LAYERS['learned'](), (9, 9))
+
+
+def test_converted_heads_inside_and_outside_of_the_kernel():
+    """Outside they are no convolution with the window of the layer, whatever their shifts are among themselves."""
+    layer, converted = conv_to_mhsa(nn.Conv2d(2, 3, 3, padding=1), alpha=8)
+    inside = report_of(layer, (9, 9)).kind
+    assert inside.kind == 'convolution' and 1e-6 < inside.error < 2 * converted.relative_error
+    with torch.no_grad():
+        layer.encoding.center.add_(2)
+    outside = report_of(layer, (9, 9))
+    assert outside.kind.kind == 'mixture' and outside.heads[8].nearest_shift == (3, 3)
+
+
+def test_lines_of_kernels_and_their_shifts():
+    """Named are some of the shifts, not all or none; kernels that do not fit into the grid are left out."""
+    near = report_of(hard_layer(list(itertools.product((-1.0, 0.0, 1.0), repeat=2))), (5, 6))
+    lines = str(near).splitlines()
+    assert '  3x3 convolution (best): error 0, 0 inside' in lines and '  3x3 shifts expressible: 9 of 9' in lines
+    assert [kernel.kernel_size for kernel in near.expressible] == [(3, 3), (5, 5)]
+    uniform = report_of(hard_layer([[0.0, 0.0]], 0.0), (4, 5))
+    assert '\n  3x3 shifts expressible: 0 of 9, residuals 0.9' in str(uniform)
+    assert [kernel.kernel_size for kernel in uniform.expressible] == [(3, 3)]
+    only = report_of(conv_to_mhsa(nn.Conv2d(2, 3, 3, padding=1))[0], (5, 5))
+    assert '  3x3 convolution: error 0, 0 inside' in str(only).splitlines()
+
+
+def test_the_width_of_a_head_along_a_line():
+    """A variance of 0 that rounding makes negative."""
+    head = report_of(hard_layer([[0.0, 0.0]]), (5, 5)).heads[0]
+    line = dataclasses.replace(head, covariance=((3.9601, 5.572), (5.572, 7.839999999999999)))
+    assert line.width_text == '3.44 x 0 at 55°'

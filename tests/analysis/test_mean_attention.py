@@ -112,18 +112,19 @@ def test_the_same_in_parts(monkeypatch):
 
 
 def test_a_detector_asks_for_more_than_images():
-    """Of a model whose forward pass takes boxes too, the network alone runs, by a module that has its layers."""
+    """``call`` says how a model runs: here a part of it."""
 
     class Detector(nn.Module):
         def __init__(self, backbone):
             super().__init__()
-            self.neck, self.backbone = timm.create_model('resnet18'), backbone  # another one with forward_features
+            self.backbone = backbone
 
         def forward(self, images, boxes):
             raise AssertionError('the whole detector ran')
 
     model, images = content_model(), torch.randn(IMAGES)
-    expected, found = mean_attention(model, images), mean_attention(Detector(model), images)
+    expected, call = mean_attention(model, images), lambda model, images: model.backbone(images)
+    found = mean_attention(Detector(model), images, call=call)
     assert list(found) == [f'backbone.{name}' for name in expected]
     assert all(torch.equal(found[f'backbone.{name}'].probs, own.probs) for name, own in expected.items())
 
@@ -163,7 +164,7 @@ def test_layers_without_heads():
     [
         (dict(), 'images=None and size=None: give images, or the size'),
         (dict(images=torch.randn(IMAGES), size=(4, 4)), r'\(3, 3, 12, 8\).* and size=\(4, 4\): give images'),
-        (dict(images=torch.randn(IMAGES)[:0]), r'images=<Tensor of shape \(0, 3, 12, 8\)> are none'),
+        (dict(images=torch.randn(IMAGES)[:0]), r'inputs=<Tensor of shape \(0, 3, 12, 8\)> are none'),
         (dict(size=(4, 4), part='position'), r'scores of blocks.0.attn, .* depend on images'),
         (dict(size=(4, 4), part='both'), "part='both' is unknown: choose 'all' or 'position'"),
     ],

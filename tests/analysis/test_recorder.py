@@ -1,17 +1,20 @@
 """Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
 
+import sys
 from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import timm
 import torch
+import torchvision
 from helpers.vits import OF_HUGGING_FACE, OF_TORCHVISION, SIZE, output_of, small_vit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
-from attncnn_plugin.analysis.layer_maps import attention_layers as attention_of
+from attncnn_plugin.analysis import mean_attention
+from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
@@ -90,32 +93,32 @@ def test_encoder_layers_of_torch(batch_first):
     prune_heads(model, {'layers.0.self_attn': [1]})
     left = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
     torch.testing.assert_close(left, expected[:, [0, 2]], rtol=1e-12, atol=1e-14)
-    with pytest.raises(ValueError, match='attends to its queries, not to other tokens'):
-        first(x, x + 1, x)
 
 
 @pytest.mark.parametrize(
-    ('settings', 'other'),
+    ('settings', 'others'),
     [
-        ({}, lambda x: x[:, :3]),
-        ({}, lambda x: x + 1),
-        (dict(kdim=8, vdim=8), lambda x: x[..., :8]),
-        (dict(add_zero_attn=True), lambda x: x),
-        (dict(add_bias_kv=True), lambda x: x),
+        ({}, lambda x: (x[:, :3],) * 2),
+        ({}, lambda x: (x + 1, x)),  # values do not count
+        (dict(kdim=8, vdim=8), lambda x: (x[..., :8],) * 2),
+        (dict(add_zero_attn=True), lambda x: (x, x)),
+        (dict(add_bias_kv=True), lambda x: (x, x)),
+        (dict(batch_first=False), lambda x: (x[:3],) * 2),
+        ({}, lambda x: (x[:, 0], x[:, 0])),  # unbatched
     ],
 )
-def test_attention_to_other_tokens(settings, other):
-    attention, x = nn.MultiheadAttention(24, 3, batch_first=True, **settings), torch.randn(2, 5, 24)
-    with AttentionRecorder(attention), pytest.raises(ValueError, match='MultiheadAttention: its keys .* other tokens'):
-        attention(x, other(x), other(x))
-
-
-def test_queries_and_keys_by_themselves():
-    """As in DETR: x plus its position, computed twice; values do not count."""
-    attention, x = nn.MultiheadAttention(24, 3, batch_first=True).double(), torch.randn(2, 5, 24).double()
+def test_attention_to_any_tokens(settings, others):
+    """``need_weights``, and without it, where the kernel is fused."""
+    attention = nn.MultiheadAttention(24, 3, **{'batch_first': True, **settings}).double()
+    x = torch.randn(2, 5, 24).double()
+    keys, values = others(x)
+    query = x if keys.ndim == 3 else x[0]
     with AttentionRecorder(attention) as recorder:
-        expected = attention(x + 1, x + 1, x, average_attn_weights=False)[1]
-    torch.testing.assert_close(recorder.passes[0][''], expected, rtol=1e-12, atol=1e-14)
+        expected = attention(query, keys, values, average_attn_weights=False)[1]
+        attention(query, keys, values, need_weights=False)
+    for maps in recorder.passes:
+        torch.testing.assert_close(maps[''], expected.view(-1, *expected.shape[-3:]), rtol=1e-12, atol=1e-14)
+    assert len(recorder.passes) == 2
 
 
 @pytest.mark.parametrize('name', IN_WINDOWS)
@@ -149,10 +152,10 @@ def test_of_this_package(name):
     model = timm.create_model(name, **settings).double().eval()
     x, maps = torch.randn(2, 3, 16, 16).double(), {}
     found = attention_maps(model, x)
-    for layer_name, layer in attention_of(model).items():
+    for layer_name, layer in attention_layers(model).items():
         layer.register_forward_pre_hook(lambda module, args, own=layer_name: maps.update({own: args[0]}))
     model(x)
-    for layer_name, layer in attention_of(model).items():
+    for layer_name, layer in attention_layers(model).items():
         tokens = maps[layer_name].shape[1] * maps[layer_name].shape[2]
         if layer.depends_on_content:
             expected = layer.attention_scores(maps[layer_name]).softmax(-1)[..., :tokens]
@@ -212,15 +215,16 @@ def test_recorder_of_parts():
 
 
 def test_recorder_of_a_backbone_that_runs_twice():
+    """It is one pass of the model: what runs again has another name."""
     model, x = small_vit('vit_tiny_patch16_224').double(), images()
     twice = nn.Sequential(model)
     twice.forward = lambda views: [model(view) for view in views]
     with AttentionRecorder(twice) as recorder:
         twice(x[:, None])
-    expected = [attention_maps(model, view) for view in x[:, None]]
-    for maps, own in zip(recorder.passes, expected):
-        torch.testing.assert_close(list(maps.values()), list(own.values()))
-    assert len(recorder.passes) == 2
+    (maps,), names = recorder.passes, [f'0.blocks.{i}.attn' for i in range(2)]
+    assert list(maps) == [*names, *(f'{name}#2' for name in names)]
+    expected = [own for view in x[:, None] for own in attention_maps(model, view).values()]
+    torch.testing.assert_close(list(maps.values()), expected)
 
 
 @pytest.mark.parametrize('reentrant', [True, False])
@@ -276,35 +280,38 @@ def test_compiled_and_wrapped():
 
 
 def expected_rollout(model, x, target):
-    """The rollout from the equations, by the maps themselves or by gradients of the unfused attention."""
+    """The rollout from the equations, by the maps themselves or by gradients of the unfused attention.
+
+    Class tokens come first; they may come later than the patches, as in ConViT, and attend alone, as in CaiT.
+    """
     maps = attention_maps(model, x)
-    tokens = next(iter(maps.values())).shape[-1]
-    joint = torch.eye(tokens, dtype=x.dtype).expand(len(x), -1, -1)
-    if target is None:
-        for own in maps.values():
-            joint = (own.mean(1) + torch.eye(tokens, dtype=x.dtype)) / 2 @ joint
-        return joint
-    found, handles = [], []
+    weights, keep = [own.mean(1) / 2 for own in maps.values()], 0.5
+    if target is not None:
+        found, handles = [], []
 
-    def keep(_, args):
-        args[0].retain_grad()
-        found.append(args[0])
+        def see(_, args):
+            args[0].retain_grad()
+            found.append(args[0])
 
-    for layer_name in maps:
-        layer = model.get_submodule(layer_name)
-        layer.fused_attn = False
-        handles.append(layer.attn_drop.register_forward_pre_hook(keep))
-    model(x)[torch.arange(len(x)), target].sum().backward()
-    for layer_name, own in zip(maps, found):
-        layer = model.get_submodule(layer_name)
-        layer.fused_attn = True
-        joint = joint + (own.grad * own).clamp(min=0).mean(1).detach() @ joint
-    for handle in handles:
-        handle.remove()
+        for layer_name in maps:
+            layer = model.get_submodule(layer_name)
+            layer.fused_attn = False
+            handles.append(layer.attn_drop.register_forward_pre_hook(see))
+        model(x)[torch.arange(len(x)), target].sum().backward()
+        for layer_name, handle in zip(maps, handles):
+            model.get_submodule(layer_name).fused_attn = True
+            handle.remove()
+        weights, keep = [(own.grad * own).clamp(min=0).mean(1).detach() for own in found], 1
+    joint = torch.eye(weights[0].shape[-1], dtype=x.dtype).expand(len(x), -1, -1)
+    for own in weights:
+        new, queries = own.shape[2] - joint.shape[1], own.shape[1]
+        joint = nn.functional.pad(joint, (new, 0, new, 0))
+        joint[:, range(new), range(new)] = 1
+        joint = torch.cat([own @ joint + keep * joint[:, :queries], joint[:, queries:]], 1)
     return joint
 
 
-@pytest.mark.parametrize('name', FUSED)
+@pytest.mark.parametrize('name', [*FUSED, 'convit_tiny', 'cait_xxs24_224'])
 @pytest.mark.parametrize('target', [None, [3, 1]])
 @pytest.mark.parametrize('pool', ['token', 'avg'])
 def test_rollout(name, target, pool):
@@ -315,7 +322,7 @@ def test_rollout(name, target, pool):
     expected = rows[:, -16:].unflatten(1, (4, 4))
     heat = rollout(model, x, target)
     torch.testing.assert_close(heat, expected, rtol=1e-9, atol=1e-12)
-    assert not heat.requires_grad
+    assert not heat.requires_grad and heat.any()
 
 
 @pytest.mark.parametrize('target', [None, [3, 1]])
@@ -389,7 +396,14 @@ def test_rollout_without_a_class_token():
     assert rollout(model, x, target=3).shape == (2, 4, 4)
 
 
-@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'torchvision.VisionTransformer'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'vit_tiny_patch16_224',
+        'torchvision.VisionTransformer',
+        'transformers.ViT',
+    ],
+)
 @pytest.mark.parametrize('target', [None, 1])
 def test_rollout_of_layers_without_heads(name, target):
     """They mix no tokens, so that the rollout is that of the other layers."""
@@ -401,44 +415,38 @@ def test_rollout_of_layers_without_heads(name, target):
         torch.testing.assert_close(heat, probs.mean(1)[:, 0, 1:].unflatten(1, (4, 4)) / 2, rtol=1e-12, atol=1e-14)
     assert (heat > 0).any()
     prune_heads(model, {last: [0, 1, 2]}, allow_empty=True)
-    assert torch.equal(rollout(model, x, target), torch.zeros(2, 4, 4))  # nothing of the patches
-
-
-def test_class_token_that_comes_later():
-    """ConViT adds it after its gated layers."""
-    model, x = small_vit('convit_tiny').double(), images()
-    gated, last = attention_maps(model, x).values()
-    before = torch.block_diag(torch.eye(1), torch.zeros(16, 16)) + nn.functional.pad(
-        (gated.mean(1) + torch.eye(16)) / 2, (1, 0, 1, 0)
-    )
-    expected = ((last.mean(1) + torch.eye(17)) / 2 @ before)[:, 0, 1:].unflatten(1, (4, 4))
-    torch.testing.assert_close(rollout(model, x), expected, rtol=1e-12, atol=1e-14)
-    with pytest.raises(TypeError, match='blocks.0.attn is a GPSA: its probabilities are no softmax'):
-        rollout(model, x, target=1)
+    with pytest.raises(ValueError, match='no attention of a Vi.* was seen'):
+        rollout(model, x, target)
 
 
 @pytest.mark.parametrize(
-    ('build', 'shape', 'message'),
+    ('build', 'shape', 'error', 'message'),
     [
-        (lambda: timm.create_model('resnet18'), IMAGES, 'model is a ResNet, whose blocks have no attention'),
-        (lambda: timm.create_model('efficientvit_b0'), IMAGES, 'no attention with num_heads|is a'),
-        (lambda: timm.create_model('pvt_v2_b0'), IMAGES, 'is a Attention of timm.models.pvt_v2'),
-        (lambda: small_vit('vit_tiny_patch16_224'), (2, 1, SIZE, SIZE), r'images have shape \(2, 1, 32, 32\)'),
-        (lambda: small_vit('vit_tiny_patch16_224'), (3, SIZE, SIZE), r'takes \(B, 3, H, W\)'),
+        (lambda: timm.create_model('resnet18'), IMAGES, ValueError, 'no attention of a ResNet was seen for these'),
+        (lambda: timm.create_model('efficientvit_b0'), IMAGES, ValueError, 'Convolutions, mixers and linear attention'),
+        (lambda: torch.jit.script(nn.MultiheadAttention(4, 2)), (3, 2, 4), ValueError, 'is scripted, which hides it'),
+        # The model's own.
+        (lambda: small_vit('vit_tiny_patch16_224'), (2, 1, SIZE, SIZE), RuntimeError, 'to have 3 channels, but got 1'),
     ],
 )
-def test_what_cannot_be_seen(build, shape, message):
+def test_what_cannot_be_seen(build, shape, error, message):
+    model, x = build(), torch.zeros(shape)
+    call = (lambda model, x: model(x, x, x)) if len(shape) == 3 else None
     for function in (attention_maps, rollout):
-        with pytest.raises(ValueError, match=message):
-            function(build(), torch.zeros(shape))
+        with pytest.raises(error, match=message):
+            function(model, x, call=call)
 
 
 @pytest.mark.parametrize('content', [None, 'additive'])
 @pytest.mark.parametrize('axes', [1, 3])
 def test_attention_of_one_or_three_axes(axes, content):
+    """It has maps, but no heads that are drawn."""
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](3, 4, 3, padding=1)
+    layer, x = conv_to_mhsa(conv, content=content)[0], torch.randn(1, 3, *[4] * axes)
+    expected = layer.attention_scores(x).softmax(-1) if content else layer.attention_probs([4] * axes)[None]
+    torch.testing.assert_close(attention_maps(layer, x)[''], expected[..., : 4**axes])  # without the null key
     with pytest.raises(ValueError, match=f'layer has {axes} axes of pixels, but heads are shown for two'):
-        attention_maps(conv_to_mhsa(conv, content=content)[0], torch.randn(1, 3, *[4] * axes))
+        mean_attention(layer, x)
 
 
 @pytest.mark.parametrize(
@@ -457,8 +465,202 @@ def test_no_such_class(target, message):
 
 @pytest.mark.parametrize('name', IN_WINDOWS)
 def test_rollout_of_windows(name):
-    with pytest.raises(ValueError, match='has attention of 16 to 16 tokens after 64 tokens: a rollout needs the same'):
+    with pytest.raises(ValueError, match='blocks.1|1.1.* has attention of 16 tokens that are not the 16 of the layers'):
         rollout(small_vit(name), images(torch.float32))
+
+
+def test_an_outer_model():
+    """What it does to the images before counts."""
+    model, x = small_vit('vit_tiny_patch16_224').double(), images()
+    normalize = torchvision.transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    whole = nn.Sequential(normalize, model)
+    expected = {f'1.{name}': own for name, own in attention_maps(model, normalize(x)).items()}
+    torch.testing.assert_close(attention_maps(whole, x), expected, rtol=0, atol=0)
+    for target in (None, 1):
+        torch.testing.assert_close(rollout(whole, x, target), rollout(model, normalize(x), target), rtol=0, atol=0)
+
+
+def test_all_towers():
+    """Of two transformers, those that run are seen."""
+    towers = nn.ModuleDict({name: small_vit('vit_tiny_patch16_224') for name in ('teacher', 'student')})
+    x = images(torch.float32)
+    for ran in (['student'], ['student', 'teacher']):
+        with AttentionRecorder(towers) as recorder:
+            towers.forward = lambda x, ran=ran: [towers[name](x) for name in ran]
+            towers(x)
+        (maps,) = recorder.passes
+        assert list(maps) == [f'{name}.blocks.{i}.attn' for name in ran for i in range(2)]
+        for name in ran:
+            own = attention_maps(towers[name], x)
+            assert all(torch.equal(maps[f'{name}.{layer}'], probs) for layer, probs in own.items())
+
+
+class Attend(nn.Module):
+    """Attention as in vit-pytorch: no ``num_heads``, a module for the softmax, and no class that is known."""
+
+    def __init__(self, width=24, heads=3):
+        super().__init__()
+        self.heads, self.to_qkv, self.attend = heads, nn.Linear(width, 3 * width), nn.Softmax(-1)
+
+    def forward(self, x, **_):
+        query, key, value = self.to_qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        self.probs = self.attend(query @ key.mT / query.shape[-1] ** 0.5)
+        return (self.probs @ value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize('of_library', [False, True])
+def test_classes_that_nobody_knows(of_library):
+    """Such as one that had other parts in another version of the library."""
+    model, x = small_vit('vit_tiny_patch16_224', depth=3).double(), images()
+    parts = dict(__module__='transformers.models.vit.modeling_vit', forward=Attend.forward)
+    other = (type('ViTAttention', (Attend,), parts) if of_library else Attend)().double()
+    model.blocks[1].attn = other
+    maps = attention_maps(model, x)
+    assert list(maps) == [f'blocks.{i}.attn' for i in range(3)]
+    assert torch.equal(maps['blocks.1.attn'], other.probs)
+
+
+def test_a_forward_pass_that_was_replaced():
+    """Linear attention runs: there is no softmax."""
+    model, x = small_vit('vit_tiny_patch16_224'), images(torch.float32)
+    first = model.blocks[0].attn
+
+    def linear(x, **_):
+        query, key, value = first.qkv(x).chunk(3, -1)
+        return first.proj(query.sigmoid() @ (key.sigmoid().mT @ value) / x.shape[1])
+
+    first.forward = linear
+    assert list(attention_maps(model, x)) == ['blocks.1.attn']
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'vit_relpos_small_patch16_224'])
+def test_maps_that_are_wrapped(name):
+    """As LoRA wraps them."""
+    model, x = small_vit(name).double(), images()
+    expected = attention_maps(model, x)
+    for block in model.blocks:
+        block.attn.qkv = nn.Sequential(block.attn.qkv)
+    torch.testing.assert_close(attention_maps(model, x), expected, rtol=0, atol=0)
+
+
+def test_attention_pooling():
+    """A map of one query, at which a rollout ends; no token that the model reads."""
+    model, x = small_vit('vit_base_patch16_siglip_224').double(), images()
+    maps, pool, keys = attention_maps(model, x), model.attn_pool, []
+    pool.kv.register_forward_hook(lambda module, args, output: keys.append(output[..., :24]))
+    model(x)
+    query, key = (own.unflatten(2, (3, 8)).transpose(1, 2) for own in (pool.q(pool.latent), *keys))
+    expected = (pool.q_norm(query) @ pool.k_norm(key).mT / 8**0.5).softmax(-1)
+    torch.testing.assert_close(maps['attn_pool'], expected, rtol=1e-12, atol=1e-14)
+    joint = torch.eye(16, dtype=torch.float64)
+    for own in list(maps.values())[:2]:
+        joint = (own.mean(1) + torch.eye(16)) / 2 @ joint
+    expected = (expected.mean(1) / 2 @ joint).unflatten(2, (4, 4))[:, 0]
+    heat = rollout(model, x)
+    torch.testing.assert_close(heat / heat.sum((1, 2), keepdim=True), expected / expected.sum((1, 2), keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ('name', 'settings'),
+    [
+        ('vit_base_patch16_siglip_224', {}),
+        ('swin_tiny_patch4_window7_224', {}),
+        ('vit_tiny_patch16_224', dict(class_token=False, reg_tokens=2, global_pool='avg')),
+    ],
+)
+def test_models_that_read_no_token(name, settings):
+    with pytest.raises(ValueError, match="reduce='class_token', but a .* reads no single token: choose layers"):
+        attention_maps(small_vit(name, **settings), images(), reduce='class_token')
+
+
+def test_registers_are_not_read():
+    model, x = small_vit('vit_small_patch16_dinov3', global_pool='token').double(), images()
+    maps = attention_maps(model, x)
+    for name, own in attention_maps(model, x, reduce='class_token').items():
+        assert torch.equal(own, maps[name][:, :, 0])
+
+
+class TokenBehind(nn.Module):
+    """A transformer whose class token comes after the patches."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.patches, self.encoder = nn.Conv2d(3, 24, 8, 8), encoder
+        self.token = nn.Parameter(torch.randn(1, 1, 24))
+
+    def forward(self, x):
+        x = torch.cat([self.patches(x).flatten(2).mT, self.token.expand(len(x), -1, -1)], 1)
+        return self.encoder(x)[:, -1]
+
+
+@pytest.mark.parametrize(
+    'encoder',
+    [
+        nn.Sequential(Attend(), Attend()),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 3, 24, batch_first=True), 2, enable_nested_tensor=False),
+    ],
+)
+def test_tokens_behind_the_patches(encoder):
+    model, x = TokenBehind(encoder).double().eval(), images()
+    maps, joint = attention_maps(model, x), torch.eye(17, dtype=torch.float64)
+    for own in maps.values():
+        joint = (own.mean(1) + torch.eye(17)) / 2 @ joint
+    torch.testing.assert_close(rollout(model, x), joint[:, 16, :16].unflatten(1, (4, 4)), rtol=1e-12, atol=1e-14)
+    for name, own in attention_maps(model, x, reduce='class_token').items():
+        assert torch.equal(own, maps[name][:, :, 16])
+
+
+def hugging_face_calls(x):
+    """What an image processor gives, keyword arguments, and a call of one's own."""
+    batch = pytest.importorskip('transformers.models') and sys.modules['transformers'].BatchFeature(
+        dict(pixel_values=x)
+    )
+    return [(dict(pixel_values=x), None), (batch, None), (x, lambda model, x: model(pixel_values=x))]
+
+
+def test_inputs_by_name():
+    model, x = small_vit('transformers.ViT'), images(torch.float32)
+    expected = attention_maps(model, x)
+    for inputs, call in hugging_face_calls(x):
+        torch.testing.assert_close(attention_maps(model, inputs, call=call), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('target', [None, 1])
+def test_rollout_of_inputs_by_name(target):
+    model, x = small_vit('transformers.ViT'), images(torch.float32)
+    for inputs, call in hugging_face_calls(x):
+        torch.testing.assert_close(rollout(model, inputs, target, call=call), rollout(model, x, target))
+        means = mean_attention(model, inputs, call=call)
+        assert all(torch.equal(means[name].probs, own.probs) for name, own in mean_attention(model, x).items())
+
+
+def test_layers_that_are_chosen():
+    model, x = small_vit('vit_tiny_patch16_224', depth=3), images(torch.float32)
+    names = [f'blocks.{i}.attn' for i in range(3)]
+    for layers, expected in [
+        (names[1], names[1:2]),
+        ('blocks.[12].*', names[1:]),
+        (['blocks.0*', names[2]], [names[0], names[2]]),
+        (lambda name: name < names[1], names[:1]),
+    ]:
+        for function in (attention_maps, mean_attention):
+            assert list(function(model, x, layers=layers)) == expected
+    with pytest.raises(ValueError, match='layers chooses none of the attention that was seen: blocks.0.attn, blocks.1'):
+        attention_maps(model, x, layers='layers.*')
+    with pytest.raises(TypeError, match=r'layers=\[\] must be names, globs'):
+        attention_maps(model, x, layers=[])
+
+
+def test_grid_that_is_given():
+    """Where patches cannot be followed: here a table says their order."""
+    model, x = small_vit('vit_tiny_patch16_224').double(), images()
+    expected, embed = rollout(model, x), model.patch_embed.forward
+    model.patch_embed.forward = lambda x: torch.from_numpy(embed(x).detach().numpy())
+    with pytest.raises(ValueError, match='which token is which patch could not be seen: give grid'):
+        rollout(model, x)
+    assert rollout(model, x, grid=(4, 4)).shape == expected.shape
+    with pytest.raises(ValueError, match=r'grid=\(5, 4\) has 20 patches, but there are 17 tokens'):
+        rollout(model, x, grid=(5, 4))
 
 
 @pytest.mark.parametrize('name', [*OF_HUGGING_FACE, *OF_TORCHVISION])

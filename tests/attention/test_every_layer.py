@@ -65,3 +65,24 @@ def test_compiled_and_exported(name):
     assert torch.allclose(compiled(x), expected, atol=1e-5)
     compiled(x[:1].requires_grad_()).sum().backward()
     assert torch.allclose(torch.export.export(layer, (x,)).module()(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'hard_image',
+        'soft_image',
+        'content_image_near',
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ('content_image', 'generalized')),
+    ],
+)
+def test_exported_for_any_size(name):
+    """Of an export at 6x8 pixels: no branch that depended on this size limits the graph."""
+    pytest.importorskip('torch', minversion='2.7', reason='torch 2.6 traces sizes as constants of branches')
+    layer = LAYERS[name]().eval()
+    axes = (2, 3) if takes_images(name) else (1, 2)
+    shapes = {axis: torch.export.Dim(f'side{axis}', min=2, max=64) for axis in axes}
+    exported = torch.export.export(layer, (inputs_of(name),), dynamic_shapes=(shapes,)).module()
+    for size in ((3, 2), (40, 30)):
+        x = torch.randn((1, 4, *size) if takes_images(name) else (1, *size, 4)).expand(2, -1, -1, -1)
+        assert torch.allclose(exported(x.contiguous()), layer(x), atol=1e-5)

@@ -20,7 +20,7 @@ from attncnn_plugin.attention.shifts import resize_shift_table
 
 def random_attention(widths, null_key=True, dim=5, **kwargs):
     attention = PatchAttention(dim, len(widths), WindowBias(len(widths), (-1, 0), (2, 2), null_key), **kwargs).double()
-    attention.take_structure(attention.qk_dim, tuple(widths), null_key)
+    attention.take_structure((attention.qk_dim, tuple(widths), null_key))
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
     return attention

@@ -50,6 +50,7 @@ def assert_probs(layer, scores, height, width):
 @given(dtypes, sizes, sizes, st.lists(st.tuples(centers, centers, alphas), min_size=1, max_size=3))
 @example(torch.float32, 40, 1, [(30.4999, 0.0, 1e3)])  # two keys far from the query are almost equally near the target
 @example(torch.float32, 2, 3, [(1e4, 0.5001, 1e3)])  # the same, with the target far outside the grid
+@example(torch.float32, 6, 1, [(1e4, 0.0, 5e-5)])  # a wide head: its scores are far below those at the target
 def test_quadratic_probs(dtype, height, width, heads):
     layer = QuadraticAttention(1, len(heads), dtype=dtype)
     encoding = layer.encoding
@@ -215,3 +216,14 @@ def test_resized_tables(source, target, seed):
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_least_and_largest_numbers():
+    """The smallest tables and grids there are, and the first head that is not there."""
+    assert RelativeTables(2, (1, 1)).row_table.shape == (1, 1)
+    for dim, size in ((0, (1, 1)), (3, (1, 1)), (2, (0, 1)), (2, (1, 0))):
+        with pytest.raises(ValueError, match=f'dim={dim}' if dim != 2 else 'max_size='):
+            RelativeTables(dim, size)
+    for heads in ([3], [-1], [0, 0]):
+        with pytest.raises(ValueError, match='must be different heads from 0 to 2'):
+            QuadraticAttention(4, 3).prune_heads(heads)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_cuda_without_gpu import MODELS
 from torch import nn
 
-from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 
 NORMS = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
@@ -61,6 +61,67 @@ def with_strides(x, channels_last):
 def gradients(module, x, grad, parameters):
     x = x.detach().requires_grad_()
     return torch.autograd.grad(module(x), [x, *parameters], grad)
+
+
+@given(convolutions(), st.data())
+def test_strides_are_those_of_the_convolution(case, data):
+    """So that a ``view`` of an output works as that of the convolution, and dropout draws the same."""
+    conv, (batch, *shape) = case
+    ndim = len(shape) - 1
+    # PyTorch computes other types and single images of three axes with slow kernels, which are always contiguous.
+    dtype = torch.float32 if ndim == 3 else data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    batch, conv = 2 if ndim == 3 else batch, conv.to(dtype)
+    options = data.draw(st.sampled_from([{}, dict(position='table')]) | content_settings(conv))
+    channels_last = CHANNELS_LAST.get(ndim + 2, torch.contiguous_format)
+    weights = data.draw(st.sampled_from(['contiguous', 'channels last', 'turned later']))
+    modules = [conv.to(memory_format=channels_last) if weights == 'channels last' else conv]
+    modules.append(conv_to_mhsa(conv, **options)[0])
+    if weights == 'turned later':
+        modules = [module.to(memory_format=channels_last) for module in modules]
+    x = torch.randn(batch, *shape, dtype=dtype)
+    kind = data.draw(st.sampled_from(['contiguous', 'channels last', 'permuted', 'sliced', 'one image']))
+    if kind == 'channels last':
+        x = x.contiguous(memory_format=channels_last)
+    elif kind == 'permuted':
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    elif kind == 'sliced':
+        x = torch.cat([x, x], dim=1).contiguous(memory_format=channels_last)[:, : shape[0]]
+    elif kind == 'one image':
+        x = x[0]
+    x.requires_grad_(data.draw(st.booleans()))
+    with torch.autocast('cpu', torch.bfloat16, enabled=data.draw(st.booleans())):
+        expected, actual = (module(x) for module in modules)
+    assume(ndim < 3 or not expected.is_contiguous() or weights == kind == 'contiguous')
+    assume(conv.groups == 1 or dtype == torch.float32)  # so do groups in slow kernels
+
+    def strides(y):
+        return [stride for n, stride in zip(y.shape, y.stride()) if n > 1]
+
+    assert strides(actual) == strides(expected)
+    masks = []
+    for y in (expected, actual):
+        torch.manual_seed(0)
+        masks.append(nn.functional.dropout(torch.ones_like(y)))
+    assert torch.equal(*masks)
+
+
+class Tutorial(nn.Module):
+    """The network of PyTorch's tutorial "Training a classifier", whose ``view`` needs contiguous outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 6, 5), nn.Linear(6 * 14 * 14, 10)
+
+    def forward(self, x):
+        x = nn.functional.max_pool2d(self.conv(x).relu(), 2)
+        return self.fc(x.view(len(x), -1))
+
+
+def test_view_behind_a_converted_layer():
+    model, x = Tutorial(), torch.rand(2, 3, 32, 32)
+    expected = model(x)
+    convs_to_attention(model, 'conv')
+    assert torch.allclose(model(x), expected, atol=1e-5)
 
 
 @given(convolutions(), st.data())

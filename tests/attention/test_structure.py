@@ -1,11 +1,16 @@
 """State dicts of another structure: what is refused leaves the network as it was, and what is not explained."""
 
 import copy
+import os
+import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.small import small_cmhsa, small_timm
+from torch import nn
+from torch.nn.utils import parametrizations
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import StructureError
@@ -79,10 +84,133 @@ def test_a_shape_that_no_number_of_heads_explains(grown):
         model.load_state_dict({**model.state_dict(), name: wrong})
 
 
-def test_a_module_that_keeps_its_output():
-    """As a hook does that looks at features; such a tensor cannot be copied."""
-    model = small_timm('sa_quadratic_cifar')
-    model.blocks[0].register_forward_hook(lambda block, args, output: setattr(block, 'output', output))
+class Held(nn.Module):
+    """A module of somebody else: its extra state and its hooks change what it holds, and what it loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.told, self.box = nn.Parameter(torch.ones(2)), [], SimpleNamespace(told=[])
+        self.register_load_state_dict_pre_hook(lambda module, *args: module.told.append('before'))
+        self.register_load_state_dict_post_hook(Held.forget)
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, state_dict, prefix, *args):
+        self.told.append('bound')
+        if f'{prefix}old' in state_dict:
+            state_dict[f'{prefix}weight'] = state_dict.pop(f'{prefix}old')
+
+    def forget(self, keys):
+        self.told.append('after')
+        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if not key.endswith('ignored')]
+
+    def get_extra_state(self):
+        return {}
+
+    def set_extra_state(self, state):
+        self.box.told.append(state)
+
+
+def keep_output(model):
+    """As a hook does that looks at features: a tensor with a graph, and a hook that holds a lock."""
+    model.features, lock = {}, threading.Lock()
+    hook = partial(lambda lock, block, args, output: model.features.update(output=output), lock)
+    model.blocks[0].register_forward_hook(hook)
     model(torch.randn(1, 3, 8, 8))
-    model.load_state_dict(pruned().state_dict())
-    assert model.blocks[0].attn.num_heads == 2 and model.blocks[0].output.grad_fn is not None
+
+
+class Watcher:
+    """Of a trainer, say: it cannot be copied, nor hashed."""
+
+    __hash__ = None
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def look(self, *args):
+        assert not self.lock.locked()
+
+
+HELD = {
+    'output': keep_output,
+    'lock': lambda model: setattr(model, 'lock', threading.Lock()),
+    'generator': lambda model: setattr(model.blocks, 'numbers', (number for number in range(3))),
+    'file': lambda model: setattr(model.head, 'file', open(os.devnull)),  # noqa: SIM115
+    'load hook': lambda model: model.register_load_state_dict_pre_hook(Watcher().look),
+    'lazy': lambda model: setattr(model, 'lazy', nn.LazyLinear(3)),
+    'script': lambda model: setattr(model, 'script', torch.jit.script(nn.Linear(2, 2))),
+    'parametrized': lambda model: parametrizations.weight_norm(model.head.fc),
+    'others': lambda model: setattr(model, 'others', Held()),
+}
+
+
+@pytest.mark.filterwarnings('ignore:.*torch.jit.script')
+@pytest.mark.parametrize('held', HELD)
+def test_whatever_a_network_holds(held):
+    """It loads, and a refused load does nothing to what the network holds, be it uncopyable or somebody else's."""
+    theirs, ours, follows = pruned(), small_timm('sa_quadratic_cifar'), small_timm('sa_quadratic_cifar')
+    for model in (theirs, ours, follows):
+        HELD[held](model)
+    if held == 'lazy':
+        theirs.lazy(torch.zeros(1, 4))
+    state = theirs.state_dict()
+    if held == 'others':
+        state['others.old'], state['others.ignored'] = state.pop('others.weight'), torch.ones(1)
+    before, metadata = [dict(vars(module)) for module in ours.modules()], copy.deepcopy(state._metadata)
+    told = copy.deepcopy(ours.others.told) if held == 'others' else None
+    entries = {name: (value, copy.deepcopy(value)) for name, value in ours.state_dict(keep_vars=True).items()}
+    for load in (ours.load_state_dict, partial(follow_state_dict, ours)):
+        with pytest.raises(RuntimeError, match='extra'):
+            load(type(state)({**state, 'extra': torch.zeros(1)}))
+        assert all(vars(module) == own for module, own in zip(ours.modules(), before))
+        for name, value in ours.state_dict(keep_vars=True).items():
+            own, kept = entries[name]
+            assert value is own or held == 'script' or name.endswith('_extra_state')
+            assert nn.parameter.is_lazy(value) or not isinstance(value, torch.Tensor) or torch.equal(value, kept)
+        assert told is None or (ours.others.told, ours.others.box.told) == (told, [])
+    assert follow_state_dict(follows, state) and not follow_state_dict(follows, state)
+    for model in (ours, follows):
+        assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
+        assert [block.attn.num_heads for block in model.blocks] == [2, 3]
+        own = model.state_dict()
+        assert all(torch.equal(own[name], state[name]) for name in own if torch.is_tensor(state.get(name)))
+    assert state._metadata == metadata
+    assert told is None or (ours.others.told, ours.others.box.told) == (['before', 'bound', 'after'], [{}])
+
+
+@pytest.mark.parametrize('load', ['load_state_dict', 'follow_state_dict'])
+@pytest.mark.parametrize('pair', PAIRS)
+def test_loaded_in_inference_mode(pair, load):
+    """It trains afterwards."""
+    ours, theirs = (make() for make in PAIRS[pair])
+    with torch.inference_mode():
+        if load == 'follow_state_dict':
+            follow_state_dict(ours, theirs.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+        built = PAIRS[pair][0]()
+        built.load_state_dict(theirs.state_dict())
+    assert not any(parameter.is_inference() for parameter in ours.parameters())
+    assert all(torch.equal(own, ours.state_dict()[name]) for name, own in built.state_dict().items())
+    ours(torch.randn(2, 3, 16, 16)).sum().backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize('value', ['text', None, 3])
+def test_an_entry_that_is_no_tensor(value):
+    """As PyTorch refuses it; a layer of this package by its error, not by one of Python."""
+    model = small_timm('sa_learned_cifar')
+    for name in ('blocks.0.attn.value.weight', 'blocks.0.attn.encoding.tables.row_table', 'head.fc.weight'):
+        with pytest.raises(RuntimeError, match=f'parameter named "{name}", expected torch.Tensor'):
+            model.load_state_dict({**model.state_dict(), name: value})
+
+
+def test_two_networks_in_a_model_of_others():
+    """PyTorch loads what fits before it refuses; to follow first checks all before anything changes."""
+    ours, theirs = (nn.ModuleList([small_timm('sa_quadratic_cifar'), nn.Linear(2, size)]) for size in (2, 3))
+    theirs[0] = pruned()
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(StructureError, match='size mismatch for 1.weight'):
+        follow_state_dict(ours, theirs.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    with pytest.raises(RuntimeError, match='size mismatch for 1.weight'):
+        ours.load_state_dict(theirs.state_dict())
+    assert [block.attn.num_heads for block in ours[0].blocks] == [2, 3]  # the known limit

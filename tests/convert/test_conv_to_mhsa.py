@@ -187,16 +187,6 @@ def test_construction_of_the_paper_fails_at_the_border():
     assert relative_error(output, conv(x)) < 1e-12
 
 
-class StandardizedConv2d(nn.Conv2d):
-    def _conv_forward(self, x, weight, bias):
-        return super()._conv_forward(x, weight / weight.std(), bias)
-
-
-class WithOwnForward(Conv2dSame):
-    def forward(self, x):
-        return super().forward(x) + x
-
-
 @pytest.mark.parametrize('kind', [StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, Conv2dSame])
 @pytest.mark.parametrize('stride, groups, bias', [(1, 1, True), (2, 2, False), (3, 4, True)])
 @pytest.mark.parametrize('content', [None, 'additive', 'gated'])
@@ -265,10 +255,8 @@ def test_what_is_kept():
         (nn.ConvTranspose2d(1, 1, 3), 'conv is a ConvTranspose2d, but only nn.Conv1d'),
         (nn.Linear(1, 1), 'conv is a Linear'),
         (nn.LazyConv2d(1, 3), 'without weights yet'),
-        (StandardizedConv2d(1, 1, 3), 'conv is a StandardizedConv2d, whose own _conv_forward can be anything'),
-        (WithOwnForward(1, 1, 3), 'conv is a WithOwnForward, whose own forward can be anything'),
-        (nn.utils.spectral_norm(StdConv2d(2, 2, 3)), 'forward hooks, which change what it computes'),
-        (nn.utils.spectral_norm(nn.Conv2d(2, 2, 3)), 'forward hooks, which change what it computes'),
+        (nn.utils.spectral_norm(StdConv2d(2, 2, 3)), 'with forward hooks, such as old-style weight normalization'),
+        (nn.utils.spectral_norm(nn.Conv2d(2, 2, 3)), 'with forward hooks, such as old-style weight normalization'),
         (nn.Conv2d(1, 1, 3, dtype=torch.complex64), 'torch.complex64, but attention needs real'),
     ],
 )
@@ -283,3 +271,13 @@ def test_wrong_images():
         attention(torch.zeros(1, 4, 8, 8))
     with pytest.raises(ValueError, match=r'2 pixels along axis 0, padded by 0 and 0, is smaller than the window of 3'):
         attention(torch.zeros(1, 3, 2, 8))
+
+
+def test_no_padding_where_windows_are_smaller_than_the_stride():
+    conv, x = Conv2dSame(3, 4, 2, stride=3), torch.randn(2, 3, 9, 8)
+    assert relative_error(conv_to_mhsa(conv)[0](x), conv(x)) < 1e-6
+
+
+@pytest.mark.parametrize('channels, qk_dim', [(2, 8), (90, 10)])
+def test_queries_have_their_share_of_the_channels(channels, qk_dim):
+    assert conv_to_mhsa(nn.Conv2d(channels, 2, 3), content='additive')[0].qk_dim == qk_dim

@@ -147,3 +147,12 @@ def test_wrong_images_and_modules():
         module(torch.zeros(1, 2, 8, 8))
     assert module(torch.zeros(3, 8, 8)).shape == (3, 8, 8)
     assert module(torch.zeros(0, 3, 8, 8)).shape == (0, 3, 8, 8)
+
+
+@pytest.mark.parametrize('channels', [(2, 6), (6, 2)])
+@pytest.mark.parametrize('least, widths', [(1, (2, 8, 32)), (5, (5, 8, 32)), (1000, None)])
+def test_exact_heads_are_as_wide_as_what_is_read_or_written(channels, least, widths):
+    """Two channels of a pixel in the corner, of 4 along a side and of the 16 of a patch; a patch is enough."""
+    found = choose_head_dims(nn.Conv2d(*channels, 3, padding=1), (4, 4), 'exact', least)
+    corner, side, patch = widths or (16 * channels[0],) * 3
+    assert found == (corner, side, corner, side, patch, side, corner, side, corner)

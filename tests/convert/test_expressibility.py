@@ -15,7 +15,7 @@ from torch import nn
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
 from attncnn_plugin.attention.images import WindowImageAttention
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, min_heads
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, min_heads, shift_operators
 from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 
 
@@ -58,7 +58,7 @@ def test_center_is_row_then_column():
 def test_faint_maps_count_like_strong_ones():
     layer = WindowImageAttention(1, 1, 2, Window.of(nn.Conv2d(1, 1, (1, 2), padding='same')), dtype=torch.float64)
     with torch.no_grad():
-        layer.encoding.weight.copy_(torch.tensor([[[0.0, -800.0]], [[-800.0, 0.0]]]))
+        layer.encoding.weight.copy_(torch.tensor([[[[0.0, -800.0]]], [[[-800.0, 0.0]]]]))
     probs = layer.attention_probs((3, 4))
     scaled = probs * torch.tensor([1.0, 1e-8])[:, None, None]
     assert expressible_shifts_of_maps(scaled, (1, 2), (3, 4)).missing == []
@@ -186,3 +186,31 @@ def test_fewer_heads_cannot_be_the_convolution(kernel_size, patch, channels, tok
     singular = torch.linalg.svdvals(target)
     assert singular[needed:].norm() <= 1e-12  # needed heads are enough
     assert singular[needed - 1 :].norm() > 1e-3  # one fewer are not
+
+
+@pytest.mark.parametrize('kernel_size, patch, channels', [((3, 3), (1, 1), 2), ((7, 7), (2, 2), 1)])
+def test_few_channels_need_fewer_heads(kernel_size, patch, channels):
+    """Not more than the matrices between two patches have numbers of their own, (2P − 1)²·C_in·C_out, and one."""
+    most = (2 * patch[0] - 1) ** 2 * channels**2
+    assert most < min_heads(kernel_size, patch) - 1
+    singular = torch.linalg.svdvals(token_matrices(kernel_size, patch, channels, (4, 4)))
+    assert singular[most:].norm() <= 1e-12 * singular.norm()
+
+
+def test_one_channel_of_pixels_is_two_heads():
+    conv, x = nn.Conv2d(1, 1, 3).double(), torch.randn(1, 1, 8, 9).double()
+    attention, report = conv_to_mhsa(conv, num_heads=2)
+    assert report.relative_error < 1e-12 and (attention(x) - conv(x)).abs().max() < 1e-12
+
+
+def test_maps_in_parts(monkeypatch):
+    """One query at a time."""
+    probs = GeneralizedQuadraticAttention(4, 5).exact_attention_probs((5, 6))
+    expected = expressible_shifts_of_maps(probs, 3, (5, 6))
+    monkeypatch.setattr(shift_operators, 'CHUNK_ELEMENTS', 1)
+    assert expressible_shifts_of_maps(probs, 3, (5, 6)).residual == pytest.approx(expected.residual, abs=1e-12)
+
+
+def test_shifts_that_leave_the_grid_from_everywhere():
+    report = expressible_shifts(GeneralizedQuadraticAttention(4, 5), 7, (3, 3))
+    assert (3, 0) in report.expressible and min(report.residual) == 0 and max(report.residual) <= 1

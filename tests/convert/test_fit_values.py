@@ -107,7 +107,7 @@ def test_some_kernels_are_exact_where_their_shifts_are_not():
     attention = WindowImageAttention(1, 1, 2, window, dtype=torch.float64)
     with torch.no_grad():
         blur = torch.tensor([0.25, 0.5, 0.25, 0.0]).double()
-        attention.encoding.weight.copy_(torch.stack([blur, blur.roll(1)]).log().clamp(min=-800))
+        attention.encoding.weight.copy_(torch.stack([blur, blur.roll(1)])[:, None].log().clamp(min=-800))
     conv = nn.Conv1d(1, 1, 4, padding='same').double()
     conv.weight.data = torch.tensor([[[1.0, 0.0, -3.0, -2.0]]]).double()  # (1, 2, 1, 0) − 2·(0, 1, 2, 1)
     with torch.device('meta'):  # whatever the default device is

@@ -159,7 +159,7 @@ def test_a_layer_of_its_own():
 
 @pytest.mark.parametrize('kind', [Conv2dSame, StdConv2d, ScaledStdConv2d])
 def test_convolutions_of_timm(kind):
-    """By what they compute: a state dict has the weights before their standardization."""
+    """By what they compute: a state dict has the weights before their standardization, and so has what comes back."""
     models = [nn.Sequential(kind(3, 4, 3, stride=2, bias=True), nn.BatchNorm2d(4)).eval() for _ in range(3)]
     x = torch.randn(2, 3, 9, 10)
     with torch.no_grad():
@@ -172,9 +172,13 @@ def test_convolutions_of_timm(kind):
     load(models[2], models[0].state_dict())
     for model in models:
         assert torch.allclose(model(x), expected, atol=1e-5)
-    attention_to_convs(models[0])
-    assert torch.allclose(models[0](x), expected, atol=1e-5)
-    assert type(models[0][0]) is (Conv2dSame if kind is Conv2dSame else nn.Conv2d)
+    for model in models[:2]:  # made of a convolution, or of the state dict of one
+        attention_to_convs(model)
+        assert type(model[0]) is kind and torch.equal(model(x), expected)
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
+    if kind is not Conv2dSame:  # whose own weights are not in the state dict of attention
+        with pytest.raises(ValueError, match=f'no convolution any more, of the class .* of 0, a {kind.__name__}, is'):
+            attention_to_convs(models[2])
 
 
 def test_followed_before_an_optimizer_is_built():
@@ -207,9 +211,9 @@ def test_every_way_to_load(call):
 @pytest.mark.parametrize(
     'layer, message',
     [
-        (nn.Conv2d(3, 4, 1), r'of 9 heads instead .* kernel of \(1, 1\) has 1'),
+        (nn.Conv2d(3, 4, 1), r'cannot replace 0 \(1×1 kernel\): num_heads=9 must be an integer from 1 to 1'),
         (nn.ConvTranspose2d(3, 4, 3), r'Unexpected key.*0\.value\.weight'),
-        (nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), 'attention of the state dict cannot replace 0: .*hooks'),
+        (nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), 'attention of the state dict cannot replace 0 \\(.*hooks'),
     ],
 )
 def test_attention_that_does_not_fit(layer, message):
@@ -232,7 +236,7 @@ def test_a_refused_state_dict_leaves_the_model_as_it_was():
     prune_heads(theirs, {'1': [0]})
     modules, before = list(ours), copy.deepcopy(ours.state_dict())
     for strict in (True, False):
-        with pytest.raises(StructureError, match=r'of 25 heads instead .* kernel of \(3, 3\) has 9'):
+        with pytest.raises(StructureError, match=r'replace 2 \(3×3 kernel\): num_heads=25 must .* from 1 to 9'):
             follow_state_dict(ours, theirs.state_dict(), strict)
         assert list(ours) == modules and ours[1].num_heads == 2 and type(ours[1]) is Attention
         assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
@@ -253,6 +257,16 @@ def test_kernels_that_do_not_fit():
         with pytest.raises(StructureError):
             model[0].convert_state_dict(dict(nn.Sequential(other).state_dict()), '0.')
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parameters_in_a_state_dict_stay_as_they_are():
+    """Those of a model that trains on, and has some frozen."""
+    cnn, model = small_cnn(seed=1), attention('positions')
+    for ours, theirs in ((model, cnn), (small_cnn(), model), (small_cnn(), cnn)):
+        theirs.stem.requires_grad_(False)
+        trained = [parameter.requires_grad for parameter in theirs.parameters()]
+        load(ours, theirs.state_dict(keep_vars=True))
+        assert [parameter.requires_grad for parameter in theirs.parameters()] == trained and any(trained)
 
 
 def test_structure_in_files(tmp_path):
@@ -288,5 +302,5 @@ def test_a_damaged_structure_is_refused():
             with pytest.raises(RuntimeError, match=r'stem\._extra_state of the state dict is damaged'):
                 follow_state_dict(ours, state)
     state = {**model.state_dict(), 'stem._extra_state': write_extra_state({'position': 'gaussian', 'num_heads': 4})}
-    with pytest.raises(StructureError, match=r'attention of 4 heads instead .* has 9 positions'):
+    with pytest.raises(StructureError, match='replace stem .* each of 9 kernel positions, but num_heads=4'):
         follow_state_dict(small_cnn(seed=1), state)

@@ -92,7 +92,11 @@ REFUSED = {  # what becomes of the model, the layers that are named, and the mes
         '*',
         'stem cannot be converted: conv is a ConvTranspose2d',
     ),
-    'lazy': (put('stem', lambda model: nn.LazyConv2d(4, 3)), 'stem', 'stem is a LazyConv2d without weights yet'),
+    'lazy': (
+        put('stem', lambda model: nn.LazyConv2d(4, 3)),
+        'stem',
+        'stem is a LazyConv2d without weights yet',
+    ),
     'shared': (SHARED, 'stage.1.conv1', r'stage\.1\.conv1 is the same module as stage\.0\.conv1'),
     'shared block': (put('stage.1', lambda model: model.stage[0]), 'stage.0.*', r'stage\.0\.conv1 is the same module'),
     'weight': (

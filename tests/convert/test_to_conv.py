@@ -210,3 +210,10 @@ adapted_groups.value = nn.Sequential(adapted_groups.value)
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         mhsa_to_conv(*arguments)
+
+
+def test_a_head_that_sees_only_padding():
+    layer, _ = conv_to_mhsa(nn.Conv2d(2, 3, 3, padding=1).double())
+    with torch.no_grad():
+        layer.encoding.center[0] = -20
+    assert mhsa_to_conv(layer, 3, size=(1, 1))[1].residual.isfinite().all()

@@ -1,5 +1,6 @@
 """What a visitor sees and does on a page of the explorer, in Chromium, which chromedriver drives."""
 
+import math
 import re
 
 import numpy as np
@@ -17,11 +18,11 @@ from helpers.explorer_pages import (
     probs_in,
     quadratic_model,
     unpack,
-    visited,
 )
 from helpers.small import small_timm
 from helpers.vits import small_vit
 
+from attncnn_plugin import attention_maps
 from attncnn_plugin.pruning import prune_heads
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,8 @@ PAGES = dict(
     content=(content_model, {}),
     patches=(patch_model, {}),
     hybrid=(lambda: hybrid_model(content='gated', alpha=0.5, window_size=5), HYBRID_SIZE),
-    vit=(lambda: small_vit(DINO, img_size=(32, 48)), dict(size=32, width=48)),  # class token, registers, 4x6 patches
+    # A class token, registers, 4x6 patches.
+    vit=(lambda: small_vit(DINO, img_size=(32, 48), global_pool='token'), dict(size=32, width=48)),
     swin=(lambda: small_vit(SWIN, img_size=40), dict(size=40)),  # 10x10 patches in windows of 4x4: padded, shifted
 )
 
@@ -350,12 +352,12 @@ def test_class_token_as_query(browser, pages):
     """Chosen by the mouse and by the keyboard, it is shown as the model computes it; so is what lies on it."""
     model, images, path = pages['vit']
     browser.open(path, '#image=1&layer=1&head=2&query=2,3')
-    probs = visited(model, images)['blocks.1.attn'][0][1, 2]  # (N, N), class token and registers first
+    probs = attention_maps(model, images)['blocks.1.attn'][1, 2]  # (N, N), class token and registers first
 
     def check(query, place=None):
         check_numbers(browser, probs[query, 5:].unflatten(0, (4, 6)), place)
         shown = tokens_shown(browser)
-        assert list(shown) == ['cls', 'reg 1', 'reg 2', 'reg 3', 'reg 4']
+        assert list(shown) == ['cls', *(f'extra {i}' for i in range(2, 6))]
         numbers = [float(text.replace('−', '-')) for text in shown.values()]
         assert numbers == pytest.approx(probs[query, :5].tolist(), rel=5e-3)
 
@@ -364,14 +366,14 @@ def test_class_token_as_query(browser, pages):
     others = float(probs[of_pixel, :5].sum())
     assert browser.number('total') == pytest.approx(1 - others, rel=5e-4)
     beside, where = re.fullmatch(r'(\S+) lies on (.*)', browser.text('total-rest')).groups()
-    assert float(beside) == pytest.approx(others, rel=5e-3) and where == 'cls … reg 4'
+    assert float(beside) == pytest.approx(others, rel=5e-3) and where == 'cls … extra 5'
     browser.click('#query-tokens button')
     assert browser.text('query-place') == 'Token cls' and locked(browser)
     assert 'token=0' in browser.script('return location.hash') and 'Query token cls, locked' in browser.text('live')
     check(0)
     assert browser.text('centers-help') == 'The cls token has no place.'
     browser.press('#query-tokens button:nth-of-type(3)', 'tab', 'space')  # the next one
-    assert browser.text('query-place') == 'Token reg 3'
+    assert browser.text('query-place') == 'Token extra 4'
     check(4 - 1)
     browser.press('#query-tokens button:nth-of-type(4)', 'space')  # back to the pixel
     assert browser.text('query-place') == 'Row 2, column 3' and not locked(browser)
@@ -390,20 +392,18 @@ def test_windows(browser, pages):
     model, images, path = pages['swin']
     browser.open(path)
     assert tokens_shown(browser) == {} and browser.script('return [height, width]') == [10, 10]
-    for i, (probs, places) in enumerate(visited(model, images).values()):
-        height, width = places.grid
+    for i, probs in enumerate(attention_maps(model, images).values()):
+        height = width = math.isqrt(probs.shape[-1])
         for image, head, row, column in ((0, 0, 0, 0), (1, 2, height - 1, width // 2)):
             # In the middle of a patch of the layer on the page's grid of 10x10.
-            at = [int((place + 0.5) * 10 / n) for place, n in zip((row, column), places.grid)]
+            at = [int((place + 0.5) * 10 / height) for place in (row, column)]
             browser.state(f'#image={image}&layer={i}&head={head}&query={at[0]},{at[1]}&theme=light')
-            window, slot = (places.windows == row * width + column).nonzero()[0].tolist()
-            given = probs[image * len(places.windows) + window, head, slot]
-            dense = torch.zeros(height * width + 1).index_add(0, places.windows[window], given)
-            check_numbers(browser, dense[:-1].unflatten(0, (height, width)), (row, column))
+            given = probs[image, head, row * width + column]
+            check_numbers(browser, given.unflatten(0, (height, width)), (row, column))
             if browser.text('total'):
-                assert browser.number('total') == pytest.approx(1 - float(dense[-1]), rel=5e-4)
+                assert browser.number('total') == pytest.approx(float(given.sum()), rel=5e-4)
                 assert browser.text('total-rest') == 'the rest lies outside'
             else:
-                assert dense[-1] < 1e-3
-            assert f'{height}×{width} queries, in windows of {places.windows.shape[1]}' in browser.text('grid')
+                assert given.sum() > 1 - 1e-3
+            assert f'{height}×{width} queries, in windows of 16' in browser.text('grid')
     assert browser.logs()[0] == []

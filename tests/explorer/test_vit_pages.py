@@ -1,56 +1,42 @@
 """Pages of other libraries' vision transformers: what is in them is the attention that the model computes."""
 
+import math
+
 import pytest
 import torch
-from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack, visited
+from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
 
-from attncnn_plugin.pruning import prune_heads
+from attncnn_plugin import attention_maps
+from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 OTHERS = {
     **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),
     **dict.fromkeys([name for name in [*OF_TIMM, *OF_MMPRETRAIN] if name.lower().startswith('swin')], []),
-    'deit_tiny_distilled_patch16_224': ['cls', 'dist'],
+    **dict.fromkeys(['beit_base_patch16_224', 'BEiTViT'], ['extra 1']),  # which read the mean of the patches
+    **dict.fromkeys(['eva02_tiny_patch14_224', 'eva02_base_patch14_224'], ['extra 1']),
+    'deit_tiny_distilled_patch16_224': ['cls', 'extra 2'],
     'vit_relpos_small_patch16_224': [],
     'vit_relpos_base_patch32_plus_rpn_256': [],
-    'vit_small_patch16_dinov3': ['cls', 'reg 1', 'reg 2', 'reg 3', 'reg 4'],
+    'vit_small_patch16_dinov3': [f'extra {i}' for i in range(1, 6)],
 }
 SWIN = 'swin_tiny_patch4_window7_224'
 
 
-def dense(probs, places, image):
-    """The probabilities of an image between all patches and the tokens before them, ``(N_h, N, N)``, float64."""
-    if places.windows is None:
-        return probs[image].double()
-    patches, count = places.grid[0] * places.grid[1], len(places.windows)
-    whole = torch.zeros(probs.shape[1], patches, patches, dtype=torch.float64)
-    for w, window in enumerate(places.windows.tolist()):
-        for q, query in enumerate(window):
-            for k, key in enumerate(window):
-                if query < patches and key < patches:
-                    whole[:, query, key] = probs[image * count + w, :, q, k]
-    return whole
-
-
-def check(layer, probs, places, image=0):
-    """Whether a layer of a page is the attention of an image, within 1/255 of the largest of each query."""
-    expected = dense(probs, places, image)
+def check(layer, probs, image=0):
+    """Whether a layer of a page is the attention to an image, within 1/255 of the largest of each query."""
+    others = len(layer['others'])
     found, beside = probs_in(layer, 'attention', image), beside_in(layer, 'attention', image)
-    patches = expected[..., places.prefix :]
+    patches = probs[..., others:].double()
     assert (relative_errors(found, patches) <= 1 / 255 + 1e-6).all()
     assert torch.allclose(found.amax(-1), patches.amax(-1), rtol=1e-6)
-    if places.prefix:
-        assert torch.equal(beside, expected[..., : places.prefix])
+    if others:
+        assert torch.equal(beside, probs[..., :others].double())
     assert torch.allclose(beside.sum(-1), 1 - patches.sum(-1), atol=2e-5)
-    if places.windows is None:
-        assert layer['keys'] is None
-        return
-    count = places.grid[0] * places.grid[1]
-    hidden = torch.zeros(*places.windows.shape, 1, dtype=torch.bool) if places.masked is None else places.masked
-    for window, own in zip(places.windows, hidden):
-        for slot, query in enumerate(window.tolist()):
-            if query < count:  # no padding: the keys that it sees
-                assert layer['keys'][query].tolist() == torch.where(own[slot], count, window).tolist()
+    if layer['keys'] is not None:  # those that a query sees
+        for keys, seen in zip(layer['keys'].tolist(), patches.amax(0) > 1e-30):
+            assert sorted(keys)[: seen.sum()] == seen.nonzero().flatten().tolist()
+            assert set(sorted(keys)[seen.sum() :]) <= {len(seen)}
 
 
 @pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
@@ -62,13 +48,14 @@ def test_every_kind(name):
     handle.remove()
     assert passes == [1, 1] and model.training
     model.eval()
-    expected = visited(model, images)
+    expected = attention_maps(model, images)
     assert [layer['name'] for layer in layers] == list(expected)
-    for layer, (probs, places) in zip(layers, expected.values()):
+    for layer, probs in zip(layers, expected.values()):
         assert list(layer['parts']) == ['attention'] and layer['heads'] == 3 and layer['others'] == OTHERS[name]
-        assert tuple(layer['grid']) == places.grid and layer['centers'] is None
+        assert math.prod(layer['grid']) == probs.shape[-1] - len(OTHERS[name]) and layer['centers'] is None
+        assert (layer['keys'] is None) == ('swin' not in name.lower() or layer['grid'] == [4, 4])
         for image in range(2):
-            check(layer, probs, places, image)
+            check(layer, probs[image], image)
 
 
 def test_padded_windows():
@@ -76,12 +63,24 @@ def test_padded_windows():
     model, images = small_vit(SWIN, img_size=40), images_of(2, size=40)  # 10x10 in windows of 4x4
     layers = unpack(page_of(model, images))['layers']
     outside = []
-    for layer, (probs, places) in zip(layers, visited(model, images).values()):
-        check(layer, probs, places, 1)
+    for layer, probs in zip(layers, attention_maps(model, images).values()):
+        check(layer, probs[1], 1)
         beside = beside_in(layer, 'attention', 1)
-        assert beside.shape[-1] == int((dense(probs, places, 1).sum(-1) < 1 - 1e-4).any())  # masks hide padding, too
+        assert beside.shape[-1] == int((probs[1].sum(-1) < 1 - 1e-4).any())  # masks hide padding, too
         outside.append(beside.sum().item())
     assert outside[0] > 1
+
+
+def test_keys_that_one_image_sees():
+    """They are there for all images."""
+    model, images = small_vit(SWIN), images_of(2, size=SIZE)
+    for block in model.layers[0].blocks:
+        block.attn.qkv.weight.data *= 100
+    layers = unpack(page_of(model, images))['layers'][:2]
+    for layer, probs in zip(layers, attention_maps(model, images).values()):
+        assert ((probs[1] > 0.1) & (probs[0].amax(0) < 1e-30)).any()
+        for image, own in enumerate(probs.double()):
+            assert (relative_errors(probs_in(layer, 'attention', image), own) <= 1 / 255 + 1e-6).all()
 
 
 def test_class_token_comes_later():
@@ -94,11 +93,11 @@ def test_class_token_comes_later():
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', SWIN, 'VisionTransformer', 'SwinTransformer'])
 def test_heads_that_were_pruned(name):
     model, images = small_vit(name), images_of(1, size=SIZE)
-    first, second = list(visited(model, images))[:2]
-    prune_heads(model, {first: [1], second: [0, 1, 2]}, allow_empty=True)
+    first, second, *others = prunable_heads(model)
+    prune_heads(model, {first: [1], second: [0, 1, 2]}, allow_empty=True)  # the second computes no attention
     layers = unpack(page_of(model, images))['layers']
-    assert [layer['heads'] for layer in layers[:2]] == [2, 0] and layers[1]['parts'] == {}
-    check(layers[0], *visited(model, images)[first])
+    assert [(layer['name'], layer['heads']) for layer in layers] == [(first, 2), *((name, 3) for name in others)]
+    check(layers[0], attention_maps(model, images)[first][0])
 
 
 def test_errors():

@@ -11,7 +11,6 @@ import torch
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.explorer import explorer_page
-from attncnn_plugin.transformers.attention import visit_vit_attention
 
 from .small import small_cmhsa, small_timm
 
@@ -38,13 +37,6 @@ def parts_of(model, images):
     for handle in handles:
         handle.remove()
     return {name: found[name] for name in layers}
-
-
-def visited(model, images):
-    """By layer, the probabilities of another library's vision transformer as it computes them, and their places."""
-    found = {}
-    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
-    return found
 
 
 def images_of(count=2, channels=3, size=16, width=None):

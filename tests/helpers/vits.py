@@ -79,8 +79,8 @@ def not_small(model):
 
 
 def small_vit(name, **changes):
-    """One of these, with weights that are not small, in evaluation mode."""
-    return not_small(new_vit(name, **{**SETTINGS[name], **changes}))
+    """One of these, or another of timm, with weights that are not small, in evaluation mode."""
+    return not_small(new_vit(name, **{**SETTINGS.get(name, SMALL), **changes}))
 
 
 def new_vit(name, **settings):

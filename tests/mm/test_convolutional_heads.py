@@ -78,6 +78,19 @@ def test_in_a_classifier():
         assert model.head.layers.head.weight.std() < 0.03  # initialized, too
 
 
+@pytest.mark.parametrize('backbone, name', [(VIT, 'layers.0.attn.'), (dict(type='SAQuadratic'), 'blocks.0.')])
+def test_the_recipe_of_a_classifier(backbone, name):
+    """It draws the linear maps of its backbone, of mmpretrain or of this package, and no position."""
+    for init_cfg in ([DRAWN], None):
+        model = built(dict(type='ImageClassifier', backbone=backbone, head=HEAD, init_cfg=init_cfg))
+        before = {key: value.clone() for key, value in model.backbone.named_parameters()}
+        model.init_weights()
+        after = dict(model.backbone.named_parameters())
+        assert torch.equal(after[f'{name}proj.weight'], before[f'{name}proj.weight']) == (init_cfg is None)
+        assert init_cfg is None or after[f'{name}proj.weight'].std().item() == pytest.approx(0.02, rel=0.1)
+        assert all(torch.equal(value, before[key]) for key, value in after.items() if 'encoding' in key)
+
+
 def test_beside_a_checkpoint(tmp_path):
     """mmengine would load it over the start. Of a part of the model it is loaded before, and is not overwritten."""
     trained = built(VIT)

@@ -277,7 +277,7 @@ def test_after_a_transition(repository, tmp_path):
 
     for resume in (False, True):  # without the hook that turns a CNN
         config = cnn(repository, tmp_path / str(resume), load_from=checkpoint, resume=resume)
-        config.custom_hooks = [dict(type='HeadPruningHook')]
+        config.custom_hooks = [dict(type='HeadPruningHook'), dict(type='EMAHook')]
         with pytest.raises(ValueError, match=rf"built before .* such as {LAYER}\.value.weight: .* phase='attn' of"):
             run(config)
 

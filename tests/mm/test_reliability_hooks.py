@@ -1,10 +1,12 @@
 """The hooks for faults of a run in this process; tests/mm/test_faults.py has them in processes that are killed."""
 
+import contextlib
 import os
 import resource
 import shutil
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -159,15 +161,120 @@ def test_resumed_from_the_one_before(repository, tmp_path, whole):
     assert f'{last} is damaged or missing: resuming from {before} instead' in warnings
     resumed.load_or_resume()
     assert resumed.iter == ITERATIONS
+    best = work_dir / next(name for name in os.listdir(work_dir) if name.startswith('best'))
+    (work_dir / 'last_checkpoint').write_text(str(best))
+    again = build(repository, work_dir, resume=True)
+    again.logger.warning = warnings.append
+    again.call_hook('before_run')
+    assert warnings[-1] == f'{best} is without an optimizer: resuming from {before} instead'
+    before.unlink()
+    with pytest.raises(FileNotFoundError, match=f'{best} is without an optimizer, and {work_dir} holds no other check'):
+        build(repository, work_dir, resume=True).call_hook('before_run')
+    (work_dir / 'last_checkpoint').unlink()
+    with pytest.raises(
+        FileNotFoundError, match=f'last_checkpoint is damaged or missing, and {work_dir} holds no other'
+    ):
+        build(repository, work_dir, resume=True).call_hook('before_run')
 
 
-def test_resuming_from_weights_or_from_another_model(repository, tmp_path):
+@pytest.mark.parametrize(
+    'lost, changes, said',
+    [
+        (['optimizer', 'param_schedulers'], {}, 'no optimizer and no param_schedulers'),  # a best one
+        (['param_schedulers'], {}, 'no param_schedulers, which a run needs to resume: resume from {last}, or start '),
+        (['optimizer'], {}, 'no optimizer, which a run needs to resume: resume from {last}, or start from its weights'),
+        ([], {'several': True}, 'no optimizer.own, which a run needs'),
+        ([], {'param_scheduler': []}, 'the state of 2 param_schedulers, but the run has 0: give the config that it wa'),
+        (['ema_state_dict'], {'custom_hooks': [dict(type='EMAHook')]}, None),  # mmengine says that it starts anew
+        ([], {'average': True}, 'the averages of an EMAHook in place of the weights that were trained: resume with'),
+        (['param_schedulers'], {'param_scheduler': None}, None),
+    ],
+)
+def test_what_a_checkpoint_to_resume_from_must_have(lost, changes, said, repository, tmp_path, whole):
+    """In a file, and where it comes from elsewhere."""
+    last, path, changes = f'{whole[0]}/epoch_2.pth', f'{whole[0]}/other.pth', dict(changes)
+    checkpoint, several = torch.load(last), changes.pop('several', False)
+    if changes.pop('average', False):
+        checkpoint['ema_state_dict'] = {}
+    torch.save({key: value for key, value in checkpoint.items() if key not in lost}, path)
+    for name in (path, 'attncnn://elsewhere'):
+        runner = build(repository, tmp_path, resume=True, load_from=name, **changes)
+        runner._train_loop = runner.build_train_loop(runner._train_loop)
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        if runner.param_schedulers is not None:
+            runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
+        if several:
+            runner.optim_wrapper = OptimWrapperDict(own=runner.optim_wrapper)
+        with pytest.raises(ValueError, match=f'{name} has {said.format(last=last)}') if said else nullcontext():
+            runner.call_hook('before_run')
+            runner.call_hook('after_load_checkpoint', checkpoint=torch.load(path))
+        said = said and said.split(', which')[0]  # no other file is beside it
+    os.remove(path)
+
+
+def test_a_checkpoint_of_another_model(repository, tmp_path):
     torch.save(dict(weight=torch.zeros(2)), tmp_path / 'weights.pth')
     load_from = dict(load_from=str(tmp_path / 'weights.pth'))
-    with pytest.raises(KeyError, match='weights.pth holds only weights and cannot be resumed from: start from them '):
+    with pytest.raises(ValueError, match='weights.pth has no meta and no message_hub and no optimizer and no param_'):
         build(repository, tmp_path, resume=True, **load_from).call_hook('before_run')
     with pytest.raises(ValueError, match='weights.pth is of another model: 0 of the 32 weights of this one are in it '):
         build(repository, tmp_path, **load_from).call_hook('before_run')
+    runner = build(repository, tmp_path, **load_from)
+    weights = runner.model.state_dict()
+    for fitting in (3, 4):  # a tenth is enough
+        torch.save({name: weights[name] for name in [*weights][:fitting]}, tmp_path / 'weights.pth')
+        with pytest.raises(ValueError, match='3 of the 32 weights') if fitting == 3 else contextlib.nullcontext():
+            runner.call_hook('before_run')
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+TWO = {'val_evaluator': dict(type='Accuracy', topk=(1, 3))}
+TWO['default_hooks.checkpoint.save_best'] = ['accuracy/top1', 'accuracy/top3']
+PUBLISHED = {'default_hooks.checkpoint.published_keys': ['meta', 'state_dict']}
+
+
+@pytest.mark.parametrize(
+    'place, changes, better',
+    [
+        ('other', {}, True),
+        ('other', PUBLISHED, False),
+        ('copied', TWO, True),
+        ('renamed', TWO, True),
+        ('linked', {}, True),
+        ('links', {}, True),
+    ],
+)
+def test_nothing_outside_of_a_runs_folder_is_written_or_removed(place, changes, better, repository, tmp_path):
+    """A run resumes elsewhere, and has a better score or not; its own best checkpoints are replaced."""
+    first, second = tmp_path / 'first', tmp_path / 'second'
+    build(repository, first, **changes, **{'train_cfg.max_epochs': 1}).train()
+    checkpoint = torch.load(first / 'epoch_1.pth')
+    info = checkpoint['message_hub']['runtime_info']
+    info.update({key: -1.0 if better else 101.0 for key in info if key.startswith('best_score')})
+    torch.save(checkpoint, first / 'epoch_1.pth')
+    for config in first.glob('*.py'):
+        config.unlink()  # mmengine writes it before there are any hooks
+    before = files_of(first)
+    if place in ('copied', 'links'):
+        shutil.copytree(first, second, copy_function=shutil.copy2 if place == 'copied' else os.symlink)
+    elif place == 'renamed':
+        first.rename(second)
+    elif place == 'linked':
+        second.symlink_to(first)
+    resume = dict(resume=True, load_from=str(first / 'epoch_1.pth') if place == 'other' else None)
+    resumed = build(repository, second, **resume, **changes)
+    resumed.train()
+    if place in ('other', 'copied', 'links'):
+        assert files_of(first) == before
+    scores = ['top1', 'top3'] if changes is TWO else ['top1'] if better else []
+    assert sorted(path.name for path in second.glob('best*')) == [
+        f'best_accuracy_{name}_epoch_2.pth' for name in scores
+    ]
+    own = [path for key, path in resumed.message_hub.runtime_info.items() if '_ckpt' in key and '_ids' not in key]
+    assert len(own) == 1 + len(scores) and {os.path.dirname(path) for path in own} == {str(second)}
 
 
 def test_files_are_complete_or_not_there(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.processes import REPOSITORY, environment, free_port, run
 
+from attncnn_plugin import installation
 from attncnn_plugin.mm import tools
 
 SMALL = ['--cfg-options', 'train_cfg.max_epochs=2', 'val_evaluator.topk=(1,3)']
@@ -19,16 +20,17 @@ SMALL += [f'{loader}_dataloader.dataset.indices=40' for loader in ('train', 'val
 
 @pytest.fixture(scope='module')
 def log(tmp_path_factory):
-    """Of a training in the folder of the fixture."""
-    folder = tmp_path_factory.mktemp('terminal')
-    config = REPOSITORY / 'configs/sa_quadratic_digits.py'
-    return run('python', REPOSITORY / 'tools/train.py', config, '--work-dir', folder, *SMALL, folder=folder)
+    """Of a training in the folder of the fixture, by a script and a config as mim finds them."""
+    folder, script = tmp_path_factory.mktemp('terminal'), installation.MIM / 'tools/train.py'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return run('python', script, 'sa_quadratic_digits.py', '--work-dir', folder, *SMALL, folder=folder)
 
 
 def test_what_begins(log):
     """Before all that mmengine says."""
     first, second = log.splitlines()[:2]
-    assert first == f'Training SAQuadratic of {REPOSITORY}/configs/sa_quadratic_digits.py on Digits'
+    assert first == f'Training SAQuadratic of {installation.config_path("sa_quadratic_digits.py")} on Digits'
     assert second.startswith('Logs and checkpoints go to ')
 
 
@@ -39,7 +41,7 @@ def test_what_was_best(log):
     scores = [float(value) for value in re.findall(r'Epoch\(val\).*accuracy/top1: ([\d.]+)', log)]
     assert len(scores) == 2 and scores[int(number) - 1] == max(scores) == pytest.approx(float(score), rel=1e-3)
     words = shlex.split(command.removeprefix('Test it: '))
-    assert words[:4] == ['python', *map(str, (REPOSITORY / 'tools/test.py', REPOSITORY / words[2], file))]
+    assert words[:4] == ['python', *map(str, (installation.MIM / 'tools/test.py', REPOSITORY / words[2], file))]
     assert words[4:] == SMALL
     tested = run(*words, '--work-dir', os.path.dirname(file), folder=os.path.dirname(file))
     assert tested.splitlines()[0] == f'Testing SAQuadratic of {words[2]} with {file} on Digits'
@@ -92,6 +94,7 @@ open(f'done{{rank}}', 'w').close()
 RANK = """
 import os, sys
 from pathlib import Path
+from attncnn_plugin import installation
 from attncnn_plugin.mm import tools
 tools.mmpretrain.__file__ = os.path.abspath('mmpretrain/__init__.py')
 sys.argv = ['slow.py']

@@ -129,9 +129,12 @@ def assert_as_one_process(two, whole):
 
 @pytest.mark.parametrize('kind', ['CMHSA', *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
 def test_two_processes(kind, whole_of, folder):
-    """Equal weights on both ranks, those of one process with the same batches; resumed before and after the change."""
-    two = folder / f'{kind}_two'
-    log = train_on_ranks(folder / f'{kind}4.py', two, *options_of(kind, folder))
+    """Equal weights on both ranks, those of one process with the same batches; resumed before and after the change.
+
+    Each rank has a seed of its own, and the first one that of the process.
+    """
+    two, own_seeds = folder / f'{kind}_two', ['randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
+    log = train_on_ranks(folder / f'{kind}4.py', two, *options_of(kind, folder), *own_seeds)
     assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))

@@ -90,7 +90,7 @@ def whole(request, tmp_path_factory, repository):
     return kind, *run(config, average), average, work_dir
 
 
-def test_phases_and_optimizer(whole):
+def test_phases_and_optimizer(whole, tool):
     kind, runner, recorder, _, work_dir = whole
     switch, end = (2, 6) if kind == 'iterations' else (CHANGE * ITERATIONS, EPOCHS * ITERATIONS)
     assert recorder.phases == ['conv'] * switch + ['attn'] * (end - switch)
@@ -100,6 +100,9 @@ def test_phases_and_optimizer(whole):
     log = log_of(work_dir)
     assert 'Relative change of the features on the current batch: ' in log
     ((step, _),) = read_scalars(work_dir)['transition/relative_change']  # curves are marked here
+    (file,) = work_dir.glob('*/vis_data/scalars.json')
+    words = ['plot_curve', file, '--keys', 'accuracy/top1', 'loss', '--out', work_dir / 'curves.png']
+    tool('mmpretrain_tool.py', 'analysis_tools/analyze_logs.py', *words)
     assert step == (2 if kind == 'iterations' else CHANGE)
     assert f'Transition at {"iter" if kind == "iterations" else "epoch"} 2' in log
     assert f'{"layer4.0.conv1 " if kind == "CNN" else "blocks.0.attn "} 3×3 kernel  9 heads' in log
@@ -282,7 +285,13 @@ NO_PHASES = dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1, 
 @pytest.mark.parametrize(
     'kind, changes, hook, error, message',
     [
-        ('CMHSA', {}, dict(epoch=None, iter=3), TypeError, 'iter=3 of .* counts iterations, but the loop is a Epoch'),
+        (
+            'CMHSA',
+            {},
+            dict(epoch=None, iter=3),
+            TypeError,
+            'PhaseTransitionHook counts iterations, but the loop is a Epoch',
+        ),
         ('CMHSA', {'model.backbone': NO_PHASES}, {}, ValueError, 'finds no CMHSA in the model'),
         ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, "in phase='attn' at epoch 0, before epoch=2 of"),
         ('CMHSA', {}, dict(optim_wrapper=dict(optimizer=dict(momentum=0.9))), TypeError, "unexpected .* 'momentum'"),
@@ -337,20 +346,26 @@ def test_models_without_an_output(repository, tmp_path):
 
 
 def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
-    """An end that is not given is the end of the phase."""
-    config = small_config(repository, tmp_path)
-    config.default_hooks.checkpoint.save_param_scheduler = False
-    run(config)
+    """With mmengine's own hook, which lets it pass: an end that is not given is the end of the phase."""
+    hook = {'default_hooks.checkpoint.type': 'CheckpointHook'}
+    run(small_config(repository, tmp_path, **hook, **{'default_hooks.checkpoint.save_param_scheduler': False}))
     resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{CHANGE + 1}.pth'))
-    runner, _ = run(small_config(repository, tmp_path / 'resumed', **resume))
+    runner, _ = run(small_config(repository, tmp_path / 'resumed', **resume, **hook))
     assert [scheduler.end for scheduler in runner.param_schedulers] == [3, 9]  # iterations of the second phase
 
 
-def test_a_run_that_ends_before_the_transition_says_so(repository, tmp_path):
-    config = small_config(repository, tmp_path, log_level='INFO')
-    config.train_cfg.max_epochs = 1
+@pytest.mark.parametrize('epochs', [1, EPOCHS])
+def test_a_run_that_ends_before_the_transition_says_so(epochs, repository, tmp_path):
+    """At the beginning for its length, at the end because another hook stops it."""
+    config = small_config(repository, tmp_path, log_level='INFO', **{'train_cfg.max_epochs': epochs})
+    config.custom_hooks[0].epoch = 1
+    config.custom_hooks += [dict(type='HeadPruningHook', epochs=[0, 1])]
+    config.custom_hooks += [dict(type='EarlyStoppingHook', monitor='accuracy/top1', stopping_threshold=-1)]
     assert run(config)[0].model.backbone.phase == 'conv'
-    assert 'ends after 1 epochs, before the transition to attention after epoch 2' in log_of(tmp_path)
+    log = log_of(tmp_path)  # mmengine logs a warning once
+    assert log.count('The run ends after 1 epochs, before the transition to attention after epoch 1 of Pha') == 1
+    assert log.count('The run ends after 1 epochs: HeadPruningHook removes no heads at epoch 1\n') == 1
+    assert (log.index('The run ends after') < log.index('Epoch(train)')) == (epochs == 1)
 
 
 def test_several_networks(repository, tmp_path):

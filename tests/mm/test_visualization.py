@@ -14,7 +14,6 @@ from mmengine.hooks import Hook
 from mmpretrain.registry import HOOKS
 
 from attncnn_plugin.analysis import MeanAttention, head_centers, head_report, mean_attention, read_centers, read_scalars
-from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.mm import visualization as attention_visualization_hook
 from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.mm.visualization import AttentionVisualizationHook
@@ -88,7 +87,7 @@ def test_pictures_and_scalars(repository, tmp_path):
     def refuse(constant):
         raise ValueError(constant)
 
-    (path,) = tmp_path.glob('*/vis_data/scalars.json')
+    (path,) = tmp_path.glob('*/vis_data/attention.json')
     lines = path.read_text().splitlines()
     assert all(json.loads(line, parse_constant=refuse) for line in lines)
     assert sum('attention/' in line for line in lines) == 6
@@ -160,7 +159,8 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     monkeypatch.setattr(attention_visualization_hook, 'mean_attention', maps_of)
     hook = AttentionVisualizationHook()
     hook._images = torch.randn(1, 3, 8, 8)
-    visualizer = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))
+    backend = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))  # such as TensorBoard
+    visualizer = SimpleNamespace(_vis_backends={'other': backend})
     hub = SimpleNamespace(runtime_info={}, update_info=lambda name, value: None)
     hook._show(SimpleNamespace(model=model, visualizer=visualizer, message_hub=hub), 0, draw=False)
     heads = {name.split('/')[2] for name in recorded}
@@ -189,7 +189,7 @@ def test_attention_by_content_is_a_mean_over_images(kind, repository, tmp_path):
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
     maps, recorded = mean_attention(runner.model, images), read_centers(tmp_path)
-    assert list(recorded) == list(shown_layers(runner.model)) and len(recorded) == 2
+    assert list(recorded) == list(maps) and len(recorded) == 2
     reports = {report.name: report for report in head_report(runner.model, images).layers}
     for name, own in maps.items():
         centers, _ = head_centers(own)

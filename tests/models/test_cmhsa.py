@@ -188,6 +188,18 @@ def test_sizes_of_narrow_heads(kernel_size, min_head_dim, parameters, multiply_a
     assert max(small_cmhsa('attn', head_dim='exact', min_head_dim=99).blocks[0].attn.head_dims) == 12  # a token's
 
 
+@pytest.mark.parametrize('grid, larger, change', [(2, 4, 0.18), (3, 6, 0.018), (4, 8, 0.0013), (3, 3, 8e-5)])
+def test_attention_on_larger_images(grid, larger, change):
+    """Its tables are spread: behind its own key, a head that has two tokens more than its shift sees little more."""
+    torch.manual_seed(0)
+    model = timm.create_model('cmhsa3_patch16_224', img_size=8 * grid, patch_size=8, depth=2, phase='conv').eval()
+    x = torch.randn(2, 3, 8 * larger, 8 * larger)
+    expected = model.forward_features(x)
+    model.to_attention()
+    error = (model.forward_features(x) - expected).norm() / expected.norm()
+    assert change / 1.5 < error < change * 1.5
+
+
 def test_start_from_scratch():
     """Without a null key, which would take 73% of the attention of a 14x14 grid, and with a random patch projection."""
     torch.manual_seed(0)
@@ -283,7 +295,9 @@ def test_training_on_after_a_turn_by_loading_warns():
     model = small_cmhsa('conv')
     model.load_state_dict(small_cmhsa('attn').state_dict())
     model.eval()
-    with pytest.warns(UserWarning, match="Build the network with phase='attn' to train it further"):
+    with pytest.warns(
+        UserWarning, match="To train it further, build it with phase='attn', or call .*follow_state_dict"
+    ):
         model.train()
     with warnings.catch_warnings():
         warnings.simplefilter('error')

@@ -254,10 +254,10 @@ class Transposed(nn.Module):
         (dict(backbone='ResNet'), TypeError, "backbone='ResNet' of ConvToAttention must be a config, such as"),
         (dict(phase='attention'), ValueError, "phase='attention' of ConvToAttention is unknown: choose one of"),
         (dict(layers='layer5.*'), ValueError, r"layers='layer5.\*' matches none of the convolutions"),
-        (dict(content='both'), ValueError, "layer4.0.conv2 of ConvToAttention cannot be converted: content='both' is"),
+        (dict(content='both'), ValueError, "layer4.0.conv2 cannot be converted: content='both' is"),
         (dict(alhpa=6), TypeError, 'ConvToAttention has no argument alhpa'),
         (dict(backbone=dict(type='CMHSA', phase='conv'), layers='*'), ValueError, 'CMHSA turns to attention by itself'),
-        (dict(backbone=dict(type='Transposed'), layers='up'), TypeError, 'up of ConvToAttention cannot be converted'),
+        (dict(backbone=dict(type='Transposed'), layers='up'), TypeError, 'up cannot be converted'),
         (dict(backbone=dict(type='Transposed'), layers='again'), ValueError, 'again is the same module as shared'),
     ],
 )

@@ -62,6 +62,10 @@ def test_classifier(kind):
     assert model(x).shape == (2, 5) and model.get_classifier().out_features == 5
     model.reset_classifier(0, '')
     assert model(x).shape == (2, 4, 4, dim)
+    model.double().reset_classifier(5, 'avg')
+    assert model(x.double()).dtype == torch.float64
+    model.to('meta').reset_classifier(3)
+    assert model.get_classifier().weight.is_meta
     assert small_model(kind, num_classes=0, global_pool='').eval()(x).shape == (2, 4, 4, dim)
 
 

@@ -1,5 +1,6 @@
 """Self-attention networks in timm: the paper's numbers, sizes, and names and structure of state dicts."""
 
+import re
 from collections import OrderedDict
 
 import pytest
@@ -40,8 +41,6 @@ def test_tokens_of_other_sizes():
     with pytest.raises(ValueError, match='5x6 tokens is larger than the 4x6'):
         model(torch.randn(1, 3, 20, 24))
     model.load_state_dict(small_timm('sa_learned_cifar', reduction=4).state_dict())  # of 8x8 tokens: resized
-    with pytest.raises(ValueError, match='img_size=18 must be a multiple of reduction=4'):
-        small_timm('sa_learned_cifar', reduction=4, img_size=18)
 
 
 def test_stem_is_invertible():
@@ -94,3 +93,24 @@ def test_an_entry_under_both_names_is_refused():
     with pytest.raises(RuntimeError, match=r'both stem\.proj\.weight and backbone\.stem\.proj\.weight'):
         model.load_state_dict(state)
     assert torch.equal(model.stem.proj.weight, before)
+
+
+@pytest.mark.parametrize('name', ['embed_dim', 'depth', 'mlp_dim', 'in_chans', 'reduction'])
+def test_sizes_of_at_least_one(name):
+    with pytest.raises(ValueError, match=f'{name}=0.* must be at least 1'):
+        small_timm('sa_quadratic_cifar', **{name: 0})
+    assert small_timm('sa_quadratic_cifar', **{name: 1})
+
+
+@pytest.mark.parametrize('img_size', [0, (0, 8), (8, 0), (8, 9), (9, 8), 18])
+def test_images_that_cannot_be_cut_into_tokens(img_size):
+    shown = re.escape(f'img_size={img_size}')
+    with pytest.raises(ValueError, match=f'{shown} must be a multiple of reduction=4, the side of a token in pixels'):
+        small_timm('sa_learned_cifar', reduction=4, img_size=img_size)
+    assert small_timm('sa_learned_cifar', reduction=4, img_size=4).blocks[0].attn.encoding
+
+
+@pytest.mark.parametrize('rate', [-0.1, 1.0])
+def test_rates_of_blocks_that_are_left_out(rate):
+    with pytest.raises(ValueError, match=f'drop_path_rate={rate} must be from 0 to below 1'):
+        small_timm('sa_quadratic_cifar', drop_path_rate=rate)

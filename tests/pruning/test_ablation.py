@@ -158,5 +158,6 @@ def test_refused_losses():
     for measure in (head_ablation, head_importance):
         with pytest.raises(ValueError, match='batches are none'):
             measure(model, [], loss_and_right)
-        with pytest.raises(ValueError, match='Linear without attention whose heads can be removed'):
-            measure(torch.nn.Linear(2, 2), batches, loss_and_right)
+        without = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIZE**2, 5))
+        with pytest.raises(ValueError, match='no attention of a Sequential was seen'):
+            measure(without, batches, loss_and_right)

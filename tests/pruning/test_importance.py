@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from helpers.small import small_timm
 from helpers.vits import OF_HUGGING_FACE, SIZE, output_of, small_classifier, small_vit
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
+from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
 from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
 from attncnn_plugin.training import PruneHeads
@@ -61,12 +63,19 @@ def test_importance_is_the_derivative_of_the_loss(name):
     importance = head_importance(model, batches, loss_of, normalize=False)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert list(importance) == list(expected)
-    for layer, values in importance.items():
-        torch.testing.assert_close(values, expected[layer], rtol=1e-5, atol=1e-9)
+    names = {name: getattr(layer, 'runs_in', str)(name) for name, layer in prunable_heads(model).items()}
+    assert list(importance) == [names[name] for name in expected]
+    for layer, values in expected.items():
+        torch.testing.assert_close(importance[names[layer]], values, rtol=1e-5, atol=1e-9)
     normalized = head_importance(model, batches, loss_of)
     for layer, values in normalized.items():
         torch.testing.assert_close(values, importance[layer] / importance[layer].norm())
+    unused, *used = prunable_heads(model).items()
+    with torch.no_grad():
+        unused[1].output.weight.zero_()
+    normalized = head_importance(model, batches, loss_of)
+    assert not normalized[names[unused[0]]].any()
+    assert all(abs(normalized[names[name]].norm() - 1) < 1e-6 for name, _ in used)
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_generalized_cifar'])
@@ -118,6 +127,25 @@ def test_importance_wherever_it_is_called():
         torch.testing.assert_close(values, expected[layer], rtol=0, atol=0)
 
 
+def test_importance_of_a_model_that_takes_a_dict():
+    class OfDict(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = small_vit('vit_tiny_patch16_224')
+
+        def forward(self, batch):
+            return self.vit(batch['images'][0])
+
+    torch.manual_seed(0)
+    model, images = OfDict(), torch.randn(3, 3, SIZE, SIZE)
+    (own, expected) = (
+        head_importance(given, [images], lambda model, x, call=call: model(call(x)).square().mean())
+        for given, call in ((model, lambda x: dict(kind='rgb', images=[x])), (model.vit, lambda x: x))
+    )
+    for name, values in expected.items():
+        torch.testing.assert_close(own[f'vit.{name}'], values, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize('frozen', [False, True])
 def test_costs_with_tables_that_are_parameters(frozen):
     """Slices of them have gradients without a history where none is kept."""
@@ -132,18 +160,25 @@ def test_costs_with_tables_that_are_parameters(frozen):
 
 
 @pytest.mark.parametrize(
-    'name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224', *OF_HUGGING_FACE]
+    'name',
+    [
+        'vit_tiny_patch16_224',
+        'beit_base_patch16_224',
+        'swin_tiny_patch4_window7_224',
+        'torchvision.VisionTransformer',
+        'torchvision.SwinTransformer',
+        *OF_HUGGING_FACE,
+    ],
 )
 def test_costs_are_those_that_go(name):
-    """As PyTorch counts them; so is what is left."""
-    model, images = small_vit(name), torch.randn(1, 3, SIZE, SIZE)
+    """As PyTorch counts them with gradients, where it computes attention by products; so is what is left."""
+    even = dict(num_heads=4) if name == 'torchvision.VisionTransformer' else {}  # which PyTorch has a fused kernel for
+    model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
 
     def check():
         total, costs = head_costs(model, lambda: model(images))
-        for layer in prunable_heads(model).values():
-            layer.module.fused_attn = False  # of timm
         kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), kernel:
+        with FlopCounterMode(display=False) as counter, kernel:
             model(images)
         assert total == counter.get_total_flops() // 2
         return total, costs
@@ -232,7 +267,7 @@ def test_observed_attention_is_that_of_the_model():
     images = torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64)
     tokens = []
     model.blocks[0].attn.register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
-    with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+    with torch.no_grad(), observed_attention(model, prunable_heads(model)) as observed:
         model(images[:2])
         model(images[2:])
     query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
@@ -259,3 +294,17 @@ def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
         degenerate_heads_of_observed(observed, ['stripe'])
     with pytest.raises(ValueError, match='no images were observed'):
         degenerate_heads_of_observed(ObservedAttention(3), ['entropy'])
+
+
+def test_importance_of_convolutions_in_groups():
+    """Whose heads the linear map after them takes apart; a loss that no head has a part in is refused."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(6, 5)).double()
+    convs_to_attention(model, '0')
+    images, labels = torch.randn(3, 4, 7, 7, dtype=torch.float64), torch.tensor([0, 2, 1])
+    with torch.no_grad():
+        expected = by_differences(model, images, labels)
+    importance = head_importance(model, [(images, labels)], loss_of, normalize=False)
+    torch.testing.assert_close(importance['0'], expected['0'], rtol=1e-5, atol=1e-9)
+    with pytest.raises(ValueError, match='the loss does not depend on the heads of 0: they have no importance'):
+        head_importance(model, [images], lambda model, batch: (model(batch), model[4].bias.sum())[1])

@@ -8,16 +8,23 @@ import pytest
 import torch
 from helpers.adapter import Adapter
 from helpers.layers import TOKENS, with_outputs
-from helpers.small import TIMM_KINDS, small_model, small_timm
-from helpers.vits import output_of, small_classifier, small_vit
+from helpers.small import TIMM_KINDS, small_cmhsa, small_model, small_timm
+from helpers.vits import SIZE, output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
 
-from attncnn_plugin.attention import GeneralizedQuadraticAttention, QuadraticAttention
-from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.attention import (
+    GeneralizedQuadraticAttention,
+    GridBias,
+    PatchAttention,
+    QuadraticAttention,
+    StructureError,
+)
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import (
     find_degenerate_heads,
     head_importance,
@@ -227,6 +234,83 @@ def test_gradients_go_along():
     assert not layer.value.weight.requires_grad and layer.encoding.center.requires_grad
 
 
+@pytest.mark.parametrize('build', [lambda: small_timm('sa_quadratic_cifar'), lambda: small_vit('vit_tiny_patch16_224')])
+@pytest.mark.parametrize('change', [lambda model: prune_heads(model, {0: [1]}), 'load'])
+def test_hooks_and_attributes_of_parameters_go_along(build, change):
+    """As of clipping, layer-wise rates and weight decay; the handles of hooks still end them."""
+    model, less, seen = build(), build(), []
+    prune_heads(less, {0: [0]})
+    layer = next(iter(prunable_heads(model).values()))
+    names = list(layer.head_entries([0]))
+    before = [getattr(layer, 'module', layer).get_parameter(name) for name in names]
+    handles = []
+    for parameter in before:
+        parameter.no_weight_decay, parameter.mask = True, torch.ones_like(parameter)
+        handles.append(parameter.register_hook(lambda gradient: gradient.clamp(-1e-6, 1e-6)))
+        handles.append(parameter.register_post_accumulate_grad_hook(lambda own: seen.append(own)))
+    if callable(change):
+        change(model)
+    else:
+        follow_state_dict(model, less.state_dict())
+        model.load_state_dict(less.state_dict())
+    layer = next(iter(prunable_heads(model).values()))
+    after = [getattr(layer, 'module', layer).get_parameter(name) for name in names]
+    images = torch.randn(2, 3, SIZE, SIZE)
+    model(images).square().sum().backward()
+    for old, parameter in zip(before, after):
+        assert callable(change) is (old is not parameter)
+        assert parameter.no_weight_decay and parameter.grad.abs().max() <= 1e-6
+        assert not callable(change) or torch.equal(parameter.mask, torch.ones_like(parameter))
+    assert {*map(id, seen)} == {*map(id, after)}
+    seen.clear()
+    for handle in handles:
+        handle.remove()
+    model(images).square().sum().backward()
+    assert not seen and max(parameter.grad.abs().max() for parameter in after) > 1e-5
+
+
+MASK = torch.rand(72, 24)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda weight: weight.register_hook(lambda gradient: gradient * MASK),
+        lambda weight, mask=MASK: weight.register_post_accumulate_grad_hook(lambda own: own.grad.mul_(mask)),
+        lambda weight: setattr(weight, 'rows', torch.rand(72)),
+        lambda weight: setattr(weight, 'optimizer', torch.optim.SGD([weight], lr=0.1)),
+    ],
+)
+def test_hooks_and_attributes_that_may_not_fit(change):
+    """In the second layer: the first keeps its heads too."""
+    model = small_vit('vit_tiny_patch16_224')
+    change(model.blocks[1].attn.qkv.weight)
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match=r'parameter of shape \(72, 24\) in the place of qkv.weight has .* remove'):
+        prune_heads(model, {0: [0], 1: [0]})
+    assert all(one is other for one, other in zip(before, model.parameters()))
+    assert [layer.num_heads for layer in prunable_heads(model).values()] == [3, 3]
+    assert model.blocks[0].attn.num_heads == 3 and 'forward' not in vars(model.blocks[0].attn)
+
+
+def test_attributes_of_kernels():
+    """All that takes their places has them, as it joins their groups."""
+    cnn, network = nn.Sequential(nn.Conv2d(3, 4, 3)), small_cmhsa('conv')
+    for weight in (cnn[0].weight, network.blocks[0].attn.conv.weight):
+        weight.no_weight_decay = True
+    marked = cnn[0].weight, network.blocks[0].attn.conv.weight
+    changes = convs_to_attention(cnn, '0', content='additive', alpha=6), network.to_attention()
+    for old, change in zip(marked, changes):
+        new = change.replaced[old].parameters.values()
+        assert len(new) > 1 and all(parameter.no_weight_decay for parameter in new)
+    network = small_cmhsa('conv')
+    network.blocks[1].attn.conv.weight.register_hook(lambda gradient: gradient)
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(ValueError, match='in the place of blocks.1.attn.* has hooks'):
+        network.to_attention()
+    assert network.phase == 'conv' and before.keys() == network.state_dict().keys()
+
+
 def test_mean_outputs_of_heads():
     layer = QuadraticAttention(4, 3, dtype=torch.float64)
     images = [torch.randn(2, 5, 4, 4, dtype=torch.float64) + 3 for _ in range(2)]
@@ -360,3 +444,26 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     merge_duplicate(layer, 2, 0)
     layer.prune_heads([1, 2])
     assert torch.allclose(layer(one), expected, atol=1e-12)
+    narrow = PatchAttention(8, 3, GridBias(3, (2, 2)), head_dim=2)
+    with pytest.raises(ValueError, match='values of head_dim=2 channels, so that one head cannot take the values of'):
+        merge_duplicate(narrow, 2, 0)
+
+
+@pytest.mark.parametrize(
+    'wrap, message',
+    [
+        (lambda state: dict(meta={}, state_dict=state), r"give checkpoint\['state_dict'\]"),
+        (
+            lambda state: {f'module.{name}': value for name, value in state.items()},
+            'begin with module., as those',
+        ),
+    ],
+)
+def test_state_dicts_in_other_forms(wrap, message):
+    """As the tool writes them, and of a wrapper."""
+    pruned, model = (small_vit('vit_tiny_patch16_224') for _ in range(2))
+    prune_heads(pruned, {0: [1]})
+    for strict in (False, True):
+        with pytest.raises(StructureError, match=message):
+            follow_state_dict(model, wrap(pruned.state_dict()), strict)
+    assert model.blocks[0].attn.num_heads == 3

@@ -261,7 +261,7 @@ def test_criteria_that_are_refused():
         with pytest.raises(ValueError, match='must be a list'):
             find_degenerate_heads(layer, wrong)
     for name in ('entropy', 'duplicate'):
-        with pytest.raises(ValueError, match='size=None'):
+        with pytest.raises(ValueError, match='size=None, but attention maps are those of a grid'):
             find_degenerate_heads(layer, [name])
     for wrong in ((3, 0), (3, 4, 5), 'ab'):
         with pytest.raises(ValueError, match='size='):
@@ -279,3 +279,8 @@ def test_criteria_that_are_refused():
     for name in ('uniform', 'stripe', 'entropy', 'duplicate'):
         with pytest.raises(ValueError, match='not finite'):
             find_degenerate_heads(layer, [name], 3)
+
+
+def test_uniform_attention_is_no_more_than_uniform():
+    """Whatever rounding makes of the entropy of so many keys."""
+    assert all(relative_entropy_of_maps(torch.full((n, n), 1 / n)) <= 1 for n in range(2, 50))

@@ -1,21 +1,28 @@
 """The benchmarks: the dense original computes what our models compute, and the command measures and reports."""
 
+import copy
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from helpers.small import small_timm
+from helpers.vits import small_vit
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / 'tools/benchmarks'))
 
 import benchmark  # noqa: E402
 import measure  # noqa: E402
 from original import with_dense_original  # noqa: E402
 
-from attncnn_plugin.attention import GeneralizedQuadraticAttention  # noqa: E402
-from attncnn_plugin.convert import conv_to_mhsa  # noqa: E402
+from attncnn_plugin import attention  # noqa: E402
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention  # noqa: E402
+from attncnn_plugin.pruning import prunable_heads, prune_heads  # noqa: E402
 
 
 @pytest.mark.parametrize('name', benchmark.C20.values())
@@ -49,7 +56,7 @@ def subnormals(probs):
 @pytest.mark.parametrize(
     'probs_of',
     [
-        lambda: GeneralizedQuadraticAttention(8, 3).attention_probs((20, 20)),  # the softmax
+        lambda: attention.GeneralizedQuadraticAttention(8, 3).attention_probs((20, 20)),  # the softmax
         lambda: small_timm('sa_quadratic_cifar').blocks[0].attn.attention_probs((12, 12)),  # a product of two
         lambda: conv_to_mhsa(torch.nn.Conv2d(2, 2, 3, padding=1), alpha=1.5)[0].attention_probs((12, 12)),
     ],
@@ -65,6 +72,168 @@ def test_ratio_is_the_median_over_the_rounds():
     ratio = measure.Measured(seconds, dict(a=3, b=2)).ratio('a', 'b')
     assert ratio == (2.0, 1.0, 1.5)
     assert str(ratio) == '2.00 ±1.00 (1.50)'
+
+
+class SelfAttention(nn.Module):
+    """PyTorch's, by one of its fused kernels in evaluation mode."""
+
+    def __init__(self, need_weights):
+        super().__init__()
+        self.attn, self.need_weights = nn.MultiheadAttention(24, 4, batch_first=True), need_weights
+
+    def forward(self, x):
+        return self.attn(x, x, x, need_weights=self.need_weights)[0]
+
+
+def block(tokens, window, dim=24, hidden=24):
+    """Products of a block: four maps, scores and sums over the keys of a window, and an MLP."""
+    return tokens * dim * (4 * dim + 2 * window + 2 * hidden)
+
+
+N, D, HEADS = 3 * 5, 8, 3  # of a grid of tokens
+EMBEDDING = 16 * 24 * 3 * 8**2  # of 16 patches
+CONTENT = N * N * HEADS * D * 2 + N * HEADS * D * 3 * D  # scores, sums of values, and maps to queries, keys, outputs
+# A layer, the shape of an input, and the multiply-adds of one input by hand.
+BY_HAND = {
+    'ViT': (lambda: small_vit('vit_tiny_patch16_224'), (3, 32, 32), EMBEDDING + 2 * block(17, 17, 24, 96) + 24 * 5),
+    'torchvision': (
+        lambda: small_vit('torchvision.VisionTransformer', num_heads=4),  # an even number has a fused kernel
+        (3, 32, 32),
+        EMBEDDING + 2 * block(17, 17) + 24 * 5,
+    ),
+    'Swin': (
+        lambda: small_vit('swin_tiny_patch4_window7_224'),
+        (3, 32, 32),
+        64 * 12 * 3 * 4**2 + 2 * block(64, 16, 12, 48) + 16 * 48 * 24 + 2 * block(16, 16, 24, 96) + 24 * 5,
+    ),
+    'MultiheadAttention': (lambda: SelfAttention(False), (7, 24), block(7, 7, hidden=0)),
+    'MultiheadAttention, with maps': (lambda: SelfAttention(True), (7, 24), block(7, 7, hidden=0)),
+    'encoder layer': (lambda: nn.TransformerEncoderLayer(24, 4, 96, batch_first=True), (7, 24), block(7, 7, 24, 96)),
+    'convolution': (lambda: nn.Conv2d(4, 6, 3, stride=2), (4, 7, 9), 3 * 4 * 6 * 4 * 9),
+    'groups': (lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), (4, 5, 5), 25 * 6 * 2 * 9),
+    'depthwise': (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 5, 5), 25 * 4 * 9),
+    'transposed': (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 5, 5), 25 * 4 * 3 * 9),
+    'quadratic': (lambda: attention.QuadraticAttention(D, HEADS), (3, 5, D), N * HEADS * D * (3 + 5 + D)),
+    'generalized': (lambda: attention.GeneralizedQuadraticAttention(D, HEADS), (3, 5, D), N * HEADS * D * (N + D)),
+    'content': (
+        lambda: attention.ContentAttention(D, HEADS, max_size=(3, 5)),
+        (3, 5, D),
+        CONTENT + N * (3 + 5) * HEADS * D // 2,
+    ),
+    'patches': (
+        lambda: attention.PatchAttention(D, HEADS, attention.GridBias(HEADS, (3, 5))),
+        (3, 5, D),
+        CONTENT + N * HEADS * D * D,
+    ),
+}
+
+
+@pytest.mark.parametrize('images', [1, 2])
+@pytest.mark.parametrize('name', BY_HAND)
+def test_multiply_adds_by_hand(name, images):
+    """Each product has two gradients, which are products as large."""
+    make, shape, by_hand = BY_HAND[name]
+    layer, x = make().eval(), torch.randn(images, *shape)
+    assert measure.count_multiply_adds(measure.forward_pass(layer, x)) == images * by_hand
+    assert measure.count_multiply_adds(measure.layer_step(layer, x)) == 3 * images * by_hand
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def cells_of_the_page(name):
+    """The texts of a group's table by row and column."""
+    section = re.search(rf'^## .* \(`{name}`\)$(.*?)(?=^## |\Z)', PAGE.read_text(), re.MULTILINE | re.DOTALL)[1]
+    (_, *columns), _, *rows = (
+        [cell.strip() for cell in line.strip('|').split('|')] for line in section.splitlines() if line.startswith('|')
+    )
+    return {(row, column): cell for row, *cells in rows for column, cell in zip(columns, cells)}
+
+
+PAGE = ROOT / 'docs/benchmarks.md'
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ('cnns', 'original')]
+
+
+@pytest.mark.parametrize('name', ['cmhsa', 'pruning', *SLOW])
+def test_multiply_adds_of_the_page(name, monkeypatch):
+    """They need no images, only their shapes."""
+
+    def counted(quick, training, models, images, pixels):
+        with torch.device('meta'):
+            steps = {
+                key: benchmark.make_step(training, model.to('meta'), images, pixels) for key, model in models.items()
+            }
+        return measure.Measured(
+            dict.fromkeys(steps, [1.0]), {key: measure.count_multiply_adds(step) for key, step in steps.items()}
+        )
+
+    monkeypatch.setattr(benchmark, 'compare', counted)
+    monkeypatch.setattr(benchmark, 'create', lambda quick, *args, **kwargs: on_meta(*args, **kwargs))
+    found = {(row, column): f'({ratio.arithmetic:.2f})' for row, column, ratio in benchmark.GROUPS[name](False)}
+    assert found == {key: cell.split()[-1] for key, cell in cells_of_the_page(name).items()}
+
+
+def on_meta(*args, **kwargs):
+    with torch.device('meta'):
+        return timm.create_model(*args, **kwargs)
+
+
+def test_what_pruning_saves():
+    """The table of docs/pruning.md."""
+    rows = dict(
+        re.findall(r'^\| ([^|]+) \| ([^|]+ \| [^|]+) \|$', (ROOT / 'docs/pruning.md').read_text(), re.MULTILINE)
+    )
+    whole = on_meta('deit_small_patch16_224')
+    pruned = copy.deepcopy(whole)
+    change = prune_heads(pruned, {name: range(3) for name in prunable_heads(pruned)})
+    x = torch.zeros(1, 3, 224, 224, device='meta')
+    counts = [measure.count_multiply_adds(measure.forward_pass(model, x)) for model in (whole, pruned)]
+    assert rows['parameters'] == f'{change.parameters_before / 1e6:.1f}M | {change.parameters_after / 1e6:.1f}M'
+    assert rows['multiply-adds'] == f'{counts[0] / 1e9:.2f}G | {counts[1] / 1e9:.2f}G'
+    time = cells_of_the_page('pruning')['deit_small_patch16_224', 'forward'].split()[0]
+    assert rows['time of a batch of eight, on a CPU'] == f'1 | {time}'
+
+
+def test_costs_of_large_images():
+    """The table of docs/downstream.md: three convolutions of a ResNet-50, on an image of 800x1333 pixels."""
+    found = []
+    for options in (None, dict(window_size=7), {}):
+        convs = nn.Sequential(*[nn.Conv2d(512, 512, 3, s, padding=1, bias=False) for s in (2, 1, 1)])
+        if options is not None:
+            convs_to_attention(convs, '*', content='additive', alpha=6, **options)
+        step = measure.forward_pass(convs.to('meta'), torch.zeros(1, 512, 50, 84, device='meta'))
+        found.append(measure.count_multiply_adds(step) / 1e9)
+    cells = re.findall(r'^\| [^|]+ \| ([\d.]+)G \| \d+ MB \|$', (ROOT / 'docs/downstream.md').read_text(), re.MULTILINE)
+    assert cells == [f'{number:.3g}' for number in found]
+
+
+def test_sentences_of_the_page():
+    """What the pages say in words of the tables: times in percent, and multiply-adds."""
+    page = ' '.join(PAGE.read_text().split())
+    groups = {name: cells_of_the_page(name) for name in benchmark.GROUPS}
+    times, counts = (
+        {
+            name: {key: float(re.findall(r'[\d.]+', cell)[place]) for key, cell in cells.items()}
+            for name, cells in groups.items()
+            if name != 'memory'
+        }
+        for place in (0, 2)
+    )
+    training = [time for (_, way), time in times['cnns'].items() if way == 'training']
+    pruned = times['pruning'].values()
+    separable = [
+        time
+        for (row, size), time in times['original'].items()
+        if size.startswith('64') and row[0] in 'ql' and '+' not in row
+    ]
+    dense = [1 / time for (row, _), time in times['original'].items() if row[0] == 'g' or '+' in row]
+    assert f'takes {100 * min(training) - 100:.0f} to {100 * max(training) - 100:.0f}% longer to train' in page
+    assert f'saves {100 - 100 * max(pruned):.0f} to {100 - 100 * min(pruned):.0f}% of a forward pass' in page
+    assert f'{min(separable):.0f} to {max(separable):.0f} times as fast' in page
+    assert f'take up to {100 * max(dense) - 100:.0f}% longer' in page
+    maps = [time for (row, column), time in times['maps'].items() if row.endswith('all maps') and column == 'time']
+    assert f'[{min(maps):.1f} to {max(maps):.1f} times](docs/benchmarks.md' in (ROOT / 'README.md').read_text()
+    resnets = [100 * count - 100 for (row, _), count in counts['cnns'].items() if row.startswith('resnet')]
+    text = f'costs {min(resnets):.0f} to {max(resnets):.0f}% more multiply-adds'
+    assert text in ' '.join((ROOT / 'docs/cnn_to_attention.md').read_text().split())
 
 
 def table_rows(text):

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from helpers.images import write_images
+from helpers.small import SMALL, small_timm
 from helpers.vits import OF_TIMM, small_vit
 
 pytest.importorskip('matplotlib')
@@ -67,10 +68,12 @@ def test_what_is_given_wins(name, given, message):
 def test_no_checkpoint(folder):
     (folder / 'x.safetensors').write_text('no weights')
     torch.save({'encoder.layer.0.weight': torch.zeros(2)}, folder / 'other.pth')
+    torch.save({'pos_embed': torch.zeros(1, 0, 192)}, folder / 'empty.pth')
     for path, message in [
         ('no.safetensors', 'no.safetensors is no file'),
         ('x.safetensors', 'is damaged or no'),
         ('other.pth', 'it has no entry of this model, but encoder.layer.0.weight: give another --timm'),
+        ('empty.pth', r'cls_token is missing there and \(1, 1, 192\) in the model'),
     ]:
         with pytest.raises((OSError, ValueError), match=message):
             TimmModel(ABSOLUTE[0], path)
@@ -127,3 +130,17 @@ def test_images_as_the_folder_says(pruned, folder):
     for path, message in [('nowhere', 'nowhere has no config.json: give a folder'), ('vit', '--hf vit cannot be')]:
         with pytest.raises(ValueError, match=message):
             HuggingFaceModel(path)
+
+
+def test_weights_of_more_heads():
+    """The sentence of this package, and no shapes; other errors of timm stay what they are."""
+    torch.save(small_timm('sa_quadratic_cifar', num_heads=4).state_dict(), 'model.pth')
+    with pytest.raises(ValueError, match=r'model.pth does not fit sa_quadratic_cifar: blocks.0.attn has 4 heads in '):
+        TimmModel('sa_quadratic_cifar', 'model.pth', settings=SMALL)
+    with pytest.raises(RuntimeError, match='nothing'):
+        TimmModel(f'{ABSOLUTE[0]}.nothing')
+
+
+def test_a_model_of_timm_has_no_grid_of_its_own():
+    with pytest.raises(ValueError, match=f'the model of {SWIN} has no img_size: give the size of its grid in tokens'):
+        _ = TimmModel(SWIN, settings=OF_TIMM[SWIN]).grid

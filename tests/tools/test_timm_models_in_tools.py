@@ -131,8 +131,9 @@ def test_distance(tool, folder, monkeypatch):
     with pytest.raises(SystemExit, match='a.json is no report of analyze_heads.py --json'):
         (folder / 'a.json').write_text('[]')
         tool('visualization/plot_attention.py', *options[:-2], 'c=a.json', '--out', 'a.png')
-    with pytest.raises(ValueError, match='the report of a has no layers with heads'):
-        visualization.plot_attention_distance({'a': {'layers': []}})
+    for reports, message in (({'a': {'layers': []}}, 'the report of a has no layers with heads'), ({}, 'is empty')):
+        with pytest.raises(ValueError, match=message):
+            visualization.plot_attention_distance(reports)
     layers = json.loads((folder / 'vit.json').read_text())['layers']
     for axes, heads in ((far, lambda head: head['distance'] / 4), (near, lambda head: head['mass_3x3'])):
         dots, mean = axes.get_lines()[:-1], axes.get_lines()[-1]

@@ -3,11 +3,13 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from helpers import optimizers as of
 from helpers.small import numbers, small_cmhsa, small_timm
 from helpers.vits import SIZE, small_vit
 from timm.optim import create_optimizer_v2
@@ -18,8 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.pruning import prune_heads, replace_parameters
-from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer, parts_in_phases, to_attention
+from attncnn_plugin.attention import heads
+from attncnn_plugin.pruning import optimizers, prune_heads, replace_parameters
+from attncnn_plugin.training import (
+    PruneHeads,
+    TwoPhases,
+    follow_with_optimizer,
+    head_pruning,
+    parts_in_phases,
+    to_attention,
+)
+from attncnn_plugin.training.head_pruning import loss_of_batch
 
 EPOCHS, SWITCH, PRUNE = 6, 2, 4
 IMAGES, LABELS = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8)
@@ -381,7 +392,6 @@ def test_refused_at_once():
         (TwoPhases(5), vit(), ValueError, 'finds no module with phases, such as a CMHSA in a VisionTransformer'),
         (TwoPhases(5, layers='stage*'), cnn(), ValueError, r"no convolution layers=\['stage\*'\] in a ResNet"),
         (TwoPhases(5, layers=['layer4.*.conv2', 'stage*']), cnn(), ValueError, r"layers='stage\*' matches none of the"),
-        (TwoPhases(5, layers='layer4.*.conv2', alhpa=6), cnn(), TypeError, "unexpected keyword argument 'alhpa'"),
         (TwoPhases(5, layers='layer4.*.conv2', alpha=0), cnn(), ValueError, 'alpha=0 must be a number from 0.1'),
         (TwoPhases(5), small_cmhsa('attn'), ValueError, 'attention at epoch 0, before epoch=5 of TwoPhases turns it'),
         (TwoPhases(5), nn.DataParallel(small_cmhsa('conv')), TypeError, 'use its .module instead, and build a new'),
@@ -398,6 +408,8 @@ def test_refused_at_once():
         with pytest.raises(error, match=message):
             part.on_epoch_begin(model, optimizer, 0)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(TypeError, match='TwoPhases has no argument alhpa: with layers it takes those of conv_to_mhsa'):
+        TwoPhases(5, layers='layer4.*.conv2', alhpa=6)
     with pytest.raises(ValueError, match="'alpha': 6} of TwoPhases are for the layers of a CNN: give layers"):
         TwoPhases(5, alpha=6)
 
@@ -423,21 +435,11 @@ def test_an_optimizer_whose_state_cannot_lose_entries():
     assert [id(p) for p in optimizer.param_groups[0]['params']] == held
 
 
-class Preconditioned(torch.optim.SGD):
-    """With a list of tensors as its state, as timm's Kron."""
-
-    def step(self, closure):
-        for group in self.param_groups:
-            for parameter in group['params']:
-                self.state[parameter]['Q'] = [torch.eye(n) for n in parameter.shape]
-        return super().step(closure)
-
-
 @pytest.mark.parametrize(
     'build, message',
     [
         (torch.optim.LBFGS, 'a LBFGS keeps one state for all parameters'),
-        (Preconditioned, 'Q of a Preconditioned has several tensors for a parameter'),
+        (lambda params: of.Lists(params, lr=0.1), 'Q of a Lists has several tensors for a parameter'),
     ],
 )
 def test_an_optimizer_whose_state_is_no_tensor(build, message):
@@ -452,30 +454,133 @@ def test_an_optimizer_whose_state_is_no_tensor(build, message):
     step(model, optimizer)
 
 
-class Sharpness(torch.optim.Optimizer):
-    """As SAM is written: an optimizer inside has the same groups, and the states."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, dict(lr=lr))
-        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr)
-        self.param_groups = self.base_optimizer.param_groups
-
-    def step(self, closure):
-        self.base_optimizer.step(closure)
-
-
-@pytest.mark.parametrize('build', [Sharpness, torch.optim.LBFGS])
+@pytest.mark.parametrize('build', [of.Sharpness, torch.optim.LBFGS])
 def test_an_optimizer_that_keeps_more_than_groups(build):
     model, parts = small_cmhsa('conv'), [TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)]
     optimizer = build(model.parameters(), lr=1e-3)
 
-    for epoch in range(3 if build is Sharpness else 2):
+    for epoch in range(3 if build is of.Sharpness else 2):
         for part in parts:
             part.on_epoch_begin(model, optimizer, epoch)
         step(model, optimizer)
-    if build is Sharpness:
+    if build is of.Sharpness:
         states = optimizer.base_optimizer.state
         assert set(states) == set(model.parameters()) and {state['step'].item() for state in states.values()} == {2}
+
+
+def states(*owners):
+    """All that may not change after an error: parameters, values, attributes, and what optimizers hold."""
+    found = []
+    for own in owners:
+        modules = own.modules() if isinstance(own, nn.Module) else ()
+        parts = [part for module in modules for part in (vars(module), *vars(module).values())]
+        parts += of.reachable(own).values()
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                found.append((part, part.detach().clone()))
+            elif isinstance(part, (dict, list)):
+                found.append((part, [id(x) for x in (part.values() if isinstance(part, dict) else part)]))
+                found += [(x, x.detach().clone()) for x in found[-1][1] if isinstance(x, torch.Tensor)]
+        if isinstance(own, nn.Module):
+            found += [(x, x.detach().clone()) for x in (*own.parameters(), *own.buffers())]
+    return found
+
+
+def assert_as_before(before, *owners):
+    now = states(*owners)
+    assert [id(own) for own, _ in now] == [id(own) for own, _ in before]
+    for (_, one), (_, other) in zip(before, now):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Stop(Exception):
+    pass
+
+
+def failing(monkeypatch, where, name, call):
+    """Has a function fail after it was called so many times."""
+    whole, calls = getattr(where, name), []
+
+    def fails(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            raise Stop
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, fails)
+    return calls
+
+
+@pytest.mark.parametrize(
+    'where, name, most',
+    [
+        (head_pruning, 'fold_into_bias', 4),
+        (head_pruning, 'prune_heads', 2),
+        (head_pruning, 'replace_parameters', 4),
+        (heads, 'succession', 12),
+        (heads, '_set_parameter', 12),
+        (optimizers, '_inherited', 6),
+    ],
+)
+@pytest.mark.parametrize('build', [vit, lambda: small_timm('sa_learned_content_cifar', mlp_dim=8)])
+def test_a_pruning_that_fails_anywhere_changes_nothing(build, where, name, most, monkeypatch):
+    """Neither the model, nor its average, nor its optimizers."""
+    torch.manual_seed(0)
+    model = build()
+    parameters = list(model.parameters())
+    own = [torch.optim.AdamW(parameters[::2]), of.Sharpness(parameters[1::2])]
+    for optimizer in own:
+        step(model, optimizer)
+    average = copy.deepcopy(model)
+    pruner = PruneHeads(batches=[(IMAGES, LABELS)], keep=3)
+    judged, before = pruner.judge(model), states(model, average, *own)
+    for call in range(1, most + 1):
+        with monkeypatch.context() as context:
+            calls = failing(context, where, name, call)
+            with pytest.raises(Stop):
+                pruner.remove(model, judged, own, [average])
+        assert len(calls) == call
+        assert_as_before(before, model, average, *own)
+    pruner.remove(model, judged, own, [average])
+    assert sum(numbers(model)) == sum(numbers(average)) == 3
+    for optimizer in own:
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize('call', [1, 2])
+@pytest.mark.parametrize(
+    'build, part',
+    [
+        (lambda: small_cmhsa('conv'), TwoPhases(epoch=1)),
+        (cnn, TwoPhases(epoch=1, layers='layer4.*.conv2', content='additive', alpha=6.0)),
+    ],
+)
+def test_a_transition_that_fails_changes_nothing(build, part, call, monkeypatch):
+    model = build()
+    own, average = torch.optim.AdamW(model.parameters()), copy.deepcopy(model)
+    step(model, own)
+    before = states(model, average, own)
+    with monkeypatch.context() as context:
+        failing(context, part, '_turn', call)
+        with pytest.raises(Stop):
+            part.on_epoch_begin(model, own, 1, [average])
+    assert_as_before(before, model, average, own)
+    with pytest.raises(ValueError, match=r'ranks, beside its groups and states, where .*: build a new optimizer for'):
+        part.on_epoch_begin(model, of.ranked(model.parameters()), 1, [average])
+    assert_as_before(before, model, average, own)
+    assert part.on_epoch_begin(model, own, 1, [average])
+    step(model, own)
+
+
+def test_copies_of_another_kind():
+    """The wrapper of an average, whose names are others."""
+    model = vit()
+    average, own = ModelEmaV3(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    before = states(model, average, own)
+    message = r'copies has a ModelEmaV3 whose attention has heads .*: give the average itself, such as the module'
+    with pytest.raises(ValueError, match=message):
+        PruneHeads(epoch=0, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, own, 0, copies=[average])
+    assert_as_before(before, model, average, own)
 
 
 def test_a_module_that_does_not_say_what_became_of_its_parameters():
@@ -516,6 +621,32 @@ def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
         assert torch.allclose(mean, judged.means['blocks.0.attn'].mean)
 
 
+def prune_with_a_mistake_on_a_rank(rank, half, folder):
+    """Of no batches, and of labels that are no classes, on the second rank alone."""
+    found = []
+    for batches in ([], [(IMAGES[half], LABELS[half] + 9)]):
+        good = [(IMAGES[half], LABELS[half])]
+        try:
+            PruneHeads(keep=3).judge(vit(), batches if rank == 1 else good)
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_mistake_on_one_rank_ends_all(tmp_path):
+    one, other = on_two_ranks(prune_with_a_mistake_on_a_rank, tmp_path)
+    for own, message in zip(other, ('there were no images', 'label 16 is none of the 10 classes')):
+        assert own.startswith(message)
+    assert one == [f'heads cannot be judged: rank 1 raised ValueError: {own}' for own in other]
+
+
+def test_numbers_of_numpy():
+    model = vit()
+    pruner = PruneHeads(epoch=np.int64(1), batches=[(IMAGES, LABELS)], keep=np.int64(4))
+    assert pruner.on_epoch_begin(model, [], 0) is None and pruner.on_epoch_begin(model, [], 1)
+    assert sum(numbers(model)) == 4
+
+
 @pytest.mark.parametrize('bias_correction', [True, False])
 def test_a_duplicate_hands_on_its_values(bias_correction):
     model = small_timm('sa_generalized_cifar', depth=1).eval()
@@ -528,3 +659,10 @@ def test_a_duplicate_hands_on_its_values(bias_correction):
     pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2
     assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
+
+
+def test_models_without_logits():
+    """The loss of a batch by default."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.LSTM(3, 2))  # which gives a pair
+    with pytest.raises(ValueError, match='the cross-entropy needs a model with logits, not a Sequential: give another'):
+        loss_of_batch(model, (torch.randn(2, 3, 2, 2), torch.tensor([0, 1])))

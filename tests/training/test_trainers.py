@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from attncnn_plugin.hugging_face import load_hugging_face
 from attncnn_plugin.training import PruneHeads, TwoPhases
 
-pytestmark = pytest.mark.slow
 EPOCHS, SWITCH, PRUNE, KEEP = 8, 3, 6, 12  # epochs, those of the first phase, the epoch of pruning, heads
 STEPS = 23  # of an epoch
 
@@ -84,13 +83,16 @@ def whole_trainer(data, tmp_path_factory):
     return trainer, folder
 
 
+@pytest.mark.slow
 def test_trainer(whole_trainer, data):
     trainer, _ = whole_trainer
     assert trainer.model.network.phase == 'attn' and sum(numbers(trainer.model)) == KEEP
+    assert not trainer.model._load_state_dict_pre_hooks  # it loads as any other again
     print('Trainer', accuracy(trainer.model.network, data[1]))
     assert accuracy(trainer.model.network, data[1]) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('step', [60, 70, 140])
 def test_trainer_resumes(step, whole_trainer, data, tmp_path):
     whole, folder = whole_trainer
@@ -99,6 +101,7 @@ def test_trainer_resumes(step, whole_trainer, data, tmp_path):
     assert_same(trainer.model, whole.model.state_dict())
 
 
+@pytest.mark.slow
 def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
     """And a schedule: a tenth of the rate in the second phase."""
 
@@ -118,6 +121,7 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
     assert_same(resumed.model, whole.model.state_dict())
 
 
+@pytest.mark.slow
 def test_trainer_with_a_model_of_its_library(data, tmp_path):
     """Heads of an unmodified ViT go by its own loss. Its files have other names, which the Trainer does not load."""
     transformers = pytest.importorskip('transformers')
@@ -140,6 +144,7 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
     assert_same(resumed.model, whole.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('library', ['torch', 'transformers'])
 def test_trainer_with_adafactor(library, data, tmp_path):
     """Its state cannot lose heads: a checkpoint of before the pruning is refused for that, not for its weights."""
@@ -182,6 +187,7 @@ def test_refused_by_the_callback(data, tmp_path):
         callback(trainer)
 
 
+@pytest.mark.slow
 def test_trainer_loads_its_best_model(data, tmp_path):
     """Here that of the first phase, into a model of the second that has fewer heads."""
     best = dict(
@@ -210,6 +216,7 @@ class Stream(IterableDataset):
         return self.data[index]
 
 
+@pytest.mark.slow
 def test_trainer_of_a_stream(data, tmp_path):
     """The Trainer does not know its epochs, of two batches each."""
     epochs = []
@@ -220,6 +227,7 @@ def test_trainer_of_a_stream(data, tmp_path):
     assert trainer.model.network.phase == 'attn' and epochs == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_lightning_on_several_devices():
     pytest.importorskip('lightning')
     from attncnn_plugin.training.lightning import EpochCallback
@@ -228,6 +236,7 @@ def test_lightning_on_several_devices():
         EpochCallback(TwoPhases(epoch=1)).setup(SimpleNamespace(world_size=2, callbacks=[]), network(), 'fit')
 
 
+@pytest.mark.slow
 def test_lightning_with_other_parameters_and_a_second_fit():
     pytest.importorskip('lightning')
     from attncnn_plugin.training.lightning import EpochCallback
@@ -251,6 +260,9 @@ def test_lightning_with_other_parameters_and_a_second_fit():
     trainers[1].optimizers = [torch.optim.SGD(orders[1], lr=0.1)]
     callback.setup(trainers[1], module, 'fit')
     assert fit(trainers[1]) == [*map(id, orders[1])]
+    assert len(module._load_state_dict_pre_hooks) == 1
+    callback.on_exception(trainers[1], module, KeyboardInterrupt())
+    assert not module._load_state_dict_pre_hooks
 
 
 @pytest.fixture(scope='module', params=['lightning.pytorch', 'pytorch_lightning'])
@@ -277,8 +289,8 @@ def whole_lightning(request, data, tmp_path_factory):
 
     train, batches = data[0], [tuple(torch.utils.data.default_collate([data[0][i] for i in range(128)]))]
 
-    def run(folder, path=None):
-        module, averaging = Module(), library.callbacks.EMAWeightAveraging(decay=0.9)
+    def run(folder, path=None, averaging=None):
+        module, averaging = Module(), averaging or library.callbacks.EMAWeightAveraging(decay=0.9)
         save = library.callbacks.ModelCheckpoint(folder, '{epoch}', save_top_k=-1, save_on_train_epoch_end=True)
         settings = dict(accelerator='cpu', logger=False, enable_progress_bar=False, enable_model_summary=False)
         callbacks = [save, averaging, EpochCallback(*parts_of(batches))]
@@ -288,17 +300,29 @@ def whole_lightning(request, data, tmp_path_factory):
         return module
 
     folder = tmp_path_factory.mktemp('lightning')
-    return run, run(folder), folder
+    return run, run(folder), folder, library
 
 
+def test_lightning_with_stochastic_averages(whole_lightning, tmp_path):
+    """Whose copy changes with the module, and has its weights in the end."""
+    run, _, _, library = whole_lightning
+    averaging = library.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=2)
+    module = run(tmp_path, averaging=averaging)
+    assert module.network.phase == 'attn' and sum(numbers(module)) == KEEP
+    assert_same(module, averaging._average_model.state_dict())
+
+
+@pytest.mark.slow
 def test_lightning(whole_lightning, data):
-    _, module, _ = whole_lightning
+    _, module, *_ = whole_lightning
+    assert not module._load_state_dict_pre_hooks  # it loads as any other again
     assert module.network.phase == 'attn' and sum(numbers(module)) == KEEP
     print('Lightning', accuracy(module, data[1]))
     assert accuracy(module, data[1]) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('epoch', [SWITCH - 1, SWITCH, PRUNE - 1, PRUNE])
 def test_lightning_resumes(epoch, whole_lightning, tmp_path):
-    run, module, folder = whole_lightning
+    run, module, folder, _ = whole_lightning
     assert_same(run(tmp_path, folder / f'epoch={epoch}.ckpt'), module.state_dict())

@@ -39,7 +39,8 @@ def test_saved_and_loaded(name, part, tmp_path):
 def test_loaded_whole(tmp_path):
     model = small_vit('transformers.ViT')
     model.save_pretrained(tmp_path)
-    loaded = load_hugging_face(tmp_path)
+    loaded, info = load_hugging_face(tmp_path, output_loading_info=True)
+    assert not any(info.values())
     assert all(torch.equal(own, loaded.state_dict()[key]) for key, own in model.state_dict().items())
     loaded.config.hidden_size = 48  # which no heads explain
     loaded.config.save_pretrained(tmp_path)
@@ -49,9 +50,10 @@ def test_loaded_whole(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='attention instead of a convolution, .*projection: .*follow_state_dict'):
         load_hugging_face(tmp_path)
-    (tmp_path / 'config.json').write_text('{"model_type": "vit", "architectures": ["Vit"]}')
-    with pytest.raises(ValueError, match='has the architecture Vit, which is no class of transformers'):
-        load_hugging_face(tmp_path)
+    for name in ('Vit', 'pipeline', 'ViTConfig'):
+        (tmp_path / 'config.json').write_text(f'{{"model_type": "vit", "architectures": ["{name}"]}}')
+        with pytest.raises(ValueError, match=f'has the architecture {name}, which is no model of transformers'):
+            load_hugging_face(tmp_path)
 
 
 def test_loaded_for_other_classes(tmp_path):
@@ -59,7 +61,10 @@ def test_loaded_for_other_classes(tmp_path):
     model = small_vit('transformers.ViT')
     prune_heads(model, {0: [1]})
     model.save_pretrained(tmp_path)
-    loaded = load_hugging_face(tmp_path, num_labels=7, ignore_mismatched_sizes=True)
+    options = dict(num_labels=7, ignore_mismatched_sizes=True)
+    loaded, info = load_hugging_face(tmp_path, output_loading_info=True, **options)
+    assert {key for key, *_ in info['mismatched_keys']} == {'classifier.weight', 'classifier.bias'}
+    assert type(load_hugging_face(tmp_path, **options)) is type(loaded) is type(model)
     assert loaded.classifier.weight.shape == (7, 24)
     assert all(torch.equal(own, loaded.vit.state_dict()[key]) for key, own in model.vit.state_dict().items())
 

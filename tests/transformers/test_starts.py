@@ -3,15 +3,18 @@
 import copy
 
 import pytest
+import timm
 import torch
 from helpers.starts import attention_of, gaussian, small_vit, total_variation
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin import attention_maps
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
+from attncnn_plugin.transformers.relative_tables import log_share_of_peak
 from attncnn_plugin.transformers.start import random_images
 from attncnn_plugin.transformers.vision_transformer import find_transformer
 
@@ -219,13 +222,16 @@ def test_mimetic():
     assert all(not torch.allclose(by_head[0], product) for product in by_head[1:])
 
 
-def test_impulse():
+@pytest.mark.parametrize('size', [(6, 6), (2, 3)])  # more patches than channels of a head, or fewer
+def test_impulse(size):
     """2505.19985: pre-softmax scores of the normalized embedding alone are largest at the impulses."""
-    size = (6, 6)
     model = small_vit(size=size, embed_dim=96, num_heads=2)
+    for block in model.blocks:
+        block.attn.qkv.reset_parameters()  # with biases, which would shift the scores
     report = init_as_convolution(model, method='impulse', seed=1)
     embedding = nn.functional.layer_norm(model.pos_embed[0, 1:].detach(), (96,))
-    assert model.pos_embed.std().item() == pytest.approx(0.36, rel=0.05)
+    deviations = 4 / (2 * model.pos_embed.numel()) ** 0.5  # of the standard deviation of so many numbers
+    assert model.pos_embed.std().item() == pytest.approx(0.36, rel=deviations)
     for layer, block in zip(report.layers, model.blocks):
         queries, keys, _ = block.attn.qkv.weight.detach().unflatten(0, (3, 2, 48))
         assert not block.attn.qkv.bias.any()
@@ -235,7 +241,11 @@ def test_impulse():
             scores = embedding @ queries[number].T @ keys[number] @ embedding.T
             wanted = gaussian(head.shift, 100.0, size)
             exists = torch.tensor(
-                [0 <= i + head.shift[0] < 6 and 0 <= j + head.shift[1] < 6 for i in range(6) for j in range(6)]
+                [
+                    0 <= i + head.shift[0] < size[0] and 0 <= j + head.shift[1] < size[1]
+                    for i in range(size[0])
+                    for j in range(size[1])
+                ]
             )
             assert torch.equal(scores.argmax(1)[exists], wanted.argmax(1)[exists])
         of_values = products(block.attn)[1]
@@ -354,3 +364,50 @@ def test_an_error_leaves_the_model_as_it_was(method):
         init_as_convolution(model, method=method)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('alpha, share', [(2, 0.046), (6, 0.65), (20, 0.92)])
+def test_the_class_token_at_the_border(alpha, share):
+    """It gets what the patch outside would have; the share of uniform attention inside."""
+    model = timm.create_model(VIT, depth=1)
+    init_as_convolution(model, alpha=alpha)
+    (maps,) = attention_maps(model, torch.randn(1, 3, 224, 224)).values()
+    of_class = maps[0, :, 1:, 0].unflatten(1, (14, 14))  # (N_h, H, W)
+    assert of_class[:, 0, 1:-1].amax(0).mean().item() == pytest.approx(share, rel=0.01)  # of the head that looks up
+    assert torch.allclose(of_class[:, 1:-1, 1:-1], torch.tensor(1 / 197), rtol=0.2)
+
+
+@pytest.mark.parametrize(
+    'name, part, change, message',
+    [
+        ('eva02_tiny_patch14_224', 'patch_embed.proj', dict(bias=None), 'the patch embedding of Eva has no bias: rot'),
+        (BEIT, 'blocks.1.attn', dict(window_size=None), 'Attention has a position bias, but no window_size that says'),
+        (
+            VIT,
+            'patch_embed',
+            dict(proj=nn.Identity()),
+            'patch_embed of VisionTransformer has no convolution that makes',
+        ),
+        (
+            VIT,
+            'patch_embed',
+            dict(grid_size=None, img_size=None),
+            'does not say for which grid it is: build it with an',
+        ),
+        (VIT, '', dict(pos_embed=None), 'a VisionTransformer has no position encoding that is known: neither'),
+    ],
+)
+def test_models_without_what_a_start_needs(name, part, change, message):
+    model = small_vit(name, embed_dim=64)
+    for key, value in change.items():
+        setattr(model.get_submodule(part), key, value)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_small_numbers():
+    """Heads that see all patches alike, and fewer than four channels."""
+    assert log_share_of_peak(1e-3, 9) == 0 < log_share_of_peak(1.0, 9)
+    assert torch.equal(sine_cosine_embedding((2, 2), 3), torch.zeros(4, 3).double())

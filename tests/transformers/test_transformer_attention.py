@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from contextlib import ExitStack
 
 import pytest
 import timm
@@ -10,34 +9,58 @@ import torch
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, not_small, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.models.swin_transformer import WindowAttention
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import head_report, mean_attention
-from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.adapters import ADAPTERS, Attention, adapter_of
-from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention
+from attncnn_plugin.transformers.adapters import ADAPTERS, adapter_of
 
-VIT, BEIT, SWIN = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'
-UNSEEN = 'cait_xxs24_224', 'VisionTransformer', 'DeiT3'  # in tests of their own
+UNSEEN = 'VisionTransformer', 'DeiT3'  # whose dropout is no module
+VIT, SWIN = 'vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'
 
 
 def own_attention(model, images):
     """The probabilities that go through each module's ``attn_drop`` where the library has no fused kernel."""
     found, handles = {}, []
-    for name, layer in shown_layers(model).items():
-        if isinstance(layer.attn_drop, nn.Module):
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, 'attn_drop', None), nn.Module):
             fused, layer.fused_attn = getattr(layer, 'fused_attn', None), False
             keep = lambda _, args, name=name: found.update({name: args[0]})  # noqa: E731
             handles.append((layer.attn_drop.register_forward_pre_hook(keep), layer, fused))
-    output_of(model, images)
+    with torch.no_grad():
+        output_of(model, images)
     for handle, layer, fused in handles:
         handle.remove()
         layer.fused_attn = fused
     return found
+
+
+def own_windows(block, grid):
+    """The numbers of the tokens in each window, from 1, as the library cuts a grid of them; 0 is padding."""
+    cut, module = [], getattr(block.attn, 'w_msa', block.attn)
+    numbers = torch.arange(1.0, math.prod(grid) + 1)
+    module.forward = lambda x, mask=None: cut.append(x[..., 0].long()) or x
+    if module is block.attn:
+        (block._attn if hasattr(block, '_attn') else block._shifted_window_attn)(numbers.view(1, *grid, 1))
+    else:
+        block.attn(numbers[None, :, None], grid)
+    del module.forward
+    return cut[0]
+
+
+def on_grid(probs, windows, patches):
+    """The probabilities of windows, ``(B·windows, N_h, M, M)``, between all patches."""
+    images = len(probs) // len(windows)
+    whole = probs.new_zeros(images, probs.shape[1], patches + 1, patches + 1)
+    for image, own in enumerate(probs.unflatten(0, (images, -1))):
+        for window, of_window in zip(windows, own):
+            whole[image, :, window[:, None], window] = of_window
+    return whole[:, :, 1:, 1:]
 
 
 def test_every_class_is_tested():
@@ -48,23 +71,17 @@ def test_every_class_is_tested():
 
 
 @pytest.mark.parametrize('name', [name for name in (*OF_TIMM, *OF_MMPRETRAIN, *OTHERS) if name not in UNSEEN])
-@torch.no_grad()
 def test_probabilities_are_those_of_the_library(name):
     """To 1e-12 in float64, where the tokens are said to be; the model stays as it was."""
     model, images = small_vit(name).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    expected, found, seen, output = own_attention(model, images), {}, {}, output_of(model, images)
-    with ExitStack() as stack:
-        for layer_name, layer in shown_layers(model).items():
-            stack.enter_context(
-                visited_attention(Attention(layer), lambda own, _, name=layer_name: found.update({name: own}))
-            )
-        output_of(model, images)
-    assert list(found) == list(expected) == list(shown_layers(model))
-    visit_vit_attention(model, images, lambda name, probs, places: seen.update({name: (probs, places)}))
-    for layer_name, (probs, places) in seen.items():
-        torch.testing.assert_close(found[layer_name], expected[layer_name], rtol=1e-12, atol=1e-13)
-        assert torch.equal(probs, found[layer_name])
-        assert places.windows is not None or math.prod(places.grid) + places.prefix == probs.shape[-1]
+    expected, output, maps = own_attention(model, images), output_of(model, images), attention_maps(model, images)
+    assert list(maps) == list(expected)
+    for layer, probs in expected.items():
+        if 'swin' in name.lower():
+            side = math.isqrt(maps[layer].shape[-1])
+            block = model.get_submodule(layer.removesuffix('.w_msa').removesuffix('.attn'))
+            probs = on_grid(probs, own_windows(block, (side, side)), side**2)
+        torch.testing.assert_close(maps[layer], probs, rtol=1e-12, atol=1e-13)
     assert torch.equal(output_of(model, images), output)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -74,24 +91,12 @@ def test_probabilities_are_those_of_the_library(name):
 def test_probabilities_of_a_function(qk_scale):
     """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
     utils = pytest.importorskip('mmpretrain.models.utils')
-    attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
-    x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
-    attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with visited_attention(attention, lambda own, _: probs.append(own)):
-        attention.module(x)
-    value = attention.queries_keys_values(x, {})[2]
-    torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
-
-
-def test_probabilities_of_the_class_token():
-    model, found = small_vit('cait_xxs24_224').double(), []
-    attention = model.blocks_token_only[0].attn
-    attention.fused_attn = False
-    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(Attention(attention), lambda own, _: found.append(own)):
-        model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
-    assert found[1].shape == (2, 3, 1, 17)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+    layer = utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval()
+    x, inputs = torch.randn(2, 7, 24, dtype=torch.float64), []
+    layer.proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    probs = attention_maps(layer, x)['']
+    value = layer.qkv(x).unflatten(2, (3, 3, 8))[:, :, 2].transpose(1, 2)
+    torch.testing.assert_close((probs @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
 
 
 def test_heads_that_share_keys():
@@ -100,8 +105,8 @@ def test_heads_that_share_keys():
         pytest.skip(f'timm {timm.__version__} has no such model')
     settings = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=6, num_kv_heads=(6, 2), num_classes=0)
     model, images = not_small(timm.create_model(name, **settings)).double(), torch.randn(2, 3, 32, 32).double()
-    expected, found = own_attention(model, images), {}
-    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: probs}))
+    expected, found = own_attention(model, images), attention_maps(model, images)
+    assert len(expected) == 2
     for layer, probs in expected.items():
         torch.testing.assert_close(found[layer], probs, rtol=1e-12, atol=1e-13)
 
@@ -111,47 +116,56 @@ def test_masks(kind):
     attention = small_vit(VIT).double().blocks[0].attn
     if kind != 'float' and 'is_causal' not in inspect.signature(type(attention).forward).parameters:
         pytest.skip(f'timm {timm.__version__} adds bools to the scores')
-    attention.fused_attn, found = False, []
     seen = torch.ones(5, 5, dtype=torch.bool).tril() if kind == 'causal' else torch.rand(5, 5) > 0.4
     seen.fill_diagonal_(True)
     mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
+    settings, x, found = {'is_causal': True} if kind == 'causal' else {'attn_mask': mask}, torch.randn(2, 5, 24), []
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(Attention(attention), lambda own, _: found.append(own)):
-        attention(torch.randn(2, 5, 24).double(), **{'is_causal': True} if kind == 'causal' else {'attn_mask': mask})
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
-    assert not found[1][..., ~seen].any()
-
-
-def build_swin(kind, pixels, window):
-    if kind == 'timm':
-        settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window, strict_img_size=False)
-        model = timm.create_model(SWIN, img_size=pixels, always_partition=pixels[0] > pixels[1], **settings)
-        return model, [block.attn for block in model.layers[0].blocks]
-    settings = dict(arch=dict(embed_dims=4, depths=[2], num_heads=[2]), img_size=pixels, window_size=window)
-    build = pytest.importorskip('mmpretrain').registry.MODELS.build
-    model = build(dict(type='mmpretrain.SwinTransformer', out_indices=(0,), pad_small_map=True, **settings))
-    return model, [block.attn.w_msa for block in model.stages[0].blocks]
+    for attention.fused_attn in (False, True):
+        maps = attention_maps(attention, x, call=lambda model, x: model(x.double(), **settings))['']
+        torch.testing.assert_close(maps, found[0], rtol=1e-12, atol=1e-13)
+        assert not maps[..., ~seen].any()
 
 
 @given(rows=st.integers(2, 9), columns=st.integers(2, 9), window=st.integers(2, 4))
 @pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
-@torch.no_grad()
 def test_windows(kind, rows, columns, window):
     """They are those that the library cuts a grid of its tokens' numbers into, with its masks, shifts and padding."""
-    model, modules = build_swin(kind, (4 * rows, 4 * columns), window)
-    images, found, cut = torch.randn(2, 3, 4 * rows, 4 * columns), [], []
-    visit_vit_attention(model, images, lambda name, probs, places: found.append(places))
-    numbers = torch.arange(1.0, rows * columns + 1)  # padding is 0
-    for module in modules:
-        module.forward = lambda x, mask=None: cut.append((x[..., 0].long(), mask)) or x
-    for number in range(2):
-        if kind == 'timm':
-            model.layers[0].blocks[number]._attn(numbers.view(1, rows, columns, 1))
-        else:
-            model.stages[0].blocks[number].attn(numbers[None, :, None], (rows, columns))
-    for places, (windows, mask) in zip(found, cut):
-        assert places.grid == (rows, columns) and torch.equal((places.windows + 1) % (rows * columns + 1), windows)
-        assert places.masked is None if mask is None else torch.equal(places.masked, mask < 0)
+    pixels = 4 * rows, 4 * columns
+    if kind == 'timm':
+        settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window, strict_img_size=False)
+        model = timm.create_model(SWIN, img_size=pixels, always_partition=rows > columns, **settings)
+        blocks = model.layers[0].blocks
+    else:
+        settings = dict(arch=dict(embed_dims=4, depths=[2], num_heads=[2]), img_size=pixels, window_size=window)
+        build = pytest.importorskip('mmpretrain').registry.MODELS.build
+        model = build(dict(type='mmpretrain.SwinTransformer', out_indices=(0,), pad_small_map=True, **settings))
+        blocks = model.stages[0].blocks
+    images = torch.randn(2, 3, *pixels)
+    model.eval()  # mmpretrain's gives None
+    expected, maps = own_attention(model, images), attention_maps(model, images)
+    assert maps.keys() == expected.keys()
+    for block, (layer, probs) in zip(blocks, expected.items()):
+        whole = on_grid(probs, own_windows(block, (rows, columns)), rows * columns)
+        torch.testing.assert_close(maps[layer], whole)
+
+
+@pytest.mark.parametrize('name', ['of a block of its own', 'mobilevit_xxs'])
+def test_windows_of_other_blocks(name):
+    """Attention of timm's Swin in another block, and the same pixel of all patches, as in MobileViT."""
+    numbers = torch.arange(1, 65)
+    if name == 'mobilevit_xxs':
+        model, size = timm.create_model(name).double().eval(), 64
+        windows = numbers.view(4, 2, 4, 2).permute(1, 3, 0, 2).reshape(-1, 16)
+    else:
+        cut = nn.Sequential(nn.Unflatten(3, (2, 4)), nn.Unflatten(2, (2, 4)))  # (B, D, 2, 4, 2, 4)
+        model, size = nn.Sequential(nn.Conv2d(3, 24, 4, 4), cut, WindowAttention(24, 3, window_size=(4, 4))), 32
+        cut.register_forward_hook(lambda _, args, x: x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2))
+        model, windows = not_small(model).double(), numbers.view(2, 4, 2, 4).transpose(1, 2).reshape(-1, 16)
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    layer, probs = next(iter(own_attention(model, images).items()))
+    expected = on_grid(probs, windows, 64)
+    torch.testing.assert_close(attention_maps(model, images)[layer], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_padding_of_windows_is_left_out():
@@ -166,31 +180,16 @@ def test_padding_of_windows_is_left_out():
     assert maps.prefix_mass.item() == pytest.approx(1 - inside, abs=1e-6)
 
 
-def test_places_of_windows():
-    """Each query's keys are those of its window, wherever they lie in the image."""
-    windows = torch.tensor([[3, 0], [2, 4], [1, 4]])  # 4 is padding
-    probs = torch.rand(2 * 3, 1, 2, 2).softmax(-1)
-    places = TokenPlaces((2, 2), windows=windows)
-    own, left_out = places.of_patches(probs)
-    own = places.on_grid(own)
-    for image in range(2):
-        first, second, third = probs[3 * image : 3 * image + 3, 0]
-        expected = torch.zeros(4, 4)
-        expected[3, 3], expected[3, 0], expected[0, 3], expected[0, 0] = *first[0], *first[1]
-        expected[2, 2] = expected[1, 1] = 1
-        assert torch.allclose(own[image, 0], expected)
-        assert left_out[image].item() == pytest.approx((second[0, 1] + third[0, 1]).item() / 4)
-
-
-@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'])
+@pytest.mark.parametrize('name', [VIT, SWIN])
 def test_pruned_heads(name):
-    """A layer without any heads is its bias; the others are as they are."""
+    """A layer without any heads is its bias, and computes no attention; the others are as they are."""
     model, images = small_vit(name), torch.randn(2, 3, 32, 32)
-    first, *others = shown_layers(model)
+    first, *others = prunable_heads(model)
     prune_heads(model, {first: [0, 1, 2], others[0]: [1]}, allow_empty=True)
     maps = mean_attention(model, images)
-    assert [len(maps[name].probs) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
-    assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
+    assert list(maps) == others
+    assert [len(maps[name].probs) for name in others] == [2] + [3] * (len(others) - 1)
+    assert [report.num_heads for report in head_report(model, images).layers] == [2] + [3] * (len(others) - 1)
 
 
 @pytest.mark.parametrize('name', [VIT, 'sa_learned_content_cifar'])
@@ -202,7 +201,7 @@ def test_compiled_models(name):
     model.compile(backend='eager')
     with torch.no_grad():
         model(images)
-        with observed_attention(layers) as observed:
+        with observed_attention(model, layers) as observed:
             model(images)
     for compiled in (model, torch.compile(model, backend='eager')):
         found = mean_attention(compiled, images)
@@ -224,20 +223,27 @@ def test_models_in_half_precision(name, dtype):
 
 
 def test_what_cannot_be_shown():
-    with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
-        shown_layers(timm.create_model('resnet18'))
-    with pytest.raises(ValueError, match=r'gives no grid of at least 2 patches for these images: its grid is \(1, 1\)'):
+    with pytest.raises(ValueError, match='no attention of a ResNet was seen for these inputs'):
+        mean_attention(timm.create_model('resnet18'), torch.randn(1, 3, 32, 32))
+    with pytest.raises(ValueError, match=r'no .* is between all patches of a grid: its shapes are blocks.0.attn '):
         mean_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
-    twice = small_vit(VIT)
-    twice.blocks[1].attn = twice.blocks[0].attn
-    with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
-        mean_attention(twice, torch.randn(1, 3, 32, 32))
-    with pytest.raises(ValueError, match='images=<Tensor of shape .*> are none, but at least one is needed'):
+    with pytest.raises(ValueError, match='inputs=<Tensor of shape .*> are none, but at least one is needed'):
         head_report(small_vit(VIT), torch.randn(0, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
         mean_attention(model, torch.randn(1, 3, 32, 32))
+
+
+def test_layers_that_run_twice():
+    """Each time is attention of its own."""
+    model, images = small_vit(VIT, depth=1), torch.randn(2, 3, 32, 32)
+    first = mean_attention(model, images)['blocks.0.attn']
+    model.blocks.append(model.blocks[0])
+    maps = mean_attention(model, images)
+    assert list(maps) == ['blocks.0.attn', 'blocks.0.attn#2']
+    assert torch.equal(maps['blocks.0.attn'].probs, first.probs)
+    assert not torch.equal(maps['blocks.0.attn#2'].probs, first.probs)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -259,7 +265,7 @@ def test_memory_of_windows(function):
     model = timm.create_model(SWIN, img_size=64, embed_dim=4, depths=(2,), num_heads=(4,), window_size=4)
     with LargestTensor() as mode:
         function(model, torch.randn(4, 3, 64, 64))
-    assert mode.largest == 4 * 256**2
+    assert mode.largest <= 4 * 257**2
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'])
@@ -279,7 +285,7 @@ def test_criteria_of_pruning_in_half_precision():
     model, images, means = small_vit('swin_tiny_patch4_window7_224'), torch.randn(2, 3, 32, 32), []
     for dtype in (torch.float, torch.bfloat16):
         model, images = model.to(dtype), images.to(dtype)
-        with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+        with torch.no_grad(), observed_attention(model, prunable_heads(model)) as observed:
             model(images)
         means.append(observed['layers.0.blocks.0.attn'].mean('distances'))
     assert torch.allclose(*means, atol=0.1) and means[1].max() > 0.1

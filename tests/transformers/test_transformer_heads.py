@@ -6,19 +6,21 @@ import pickle
 import pytest
 import timm
 import torch
-from helpers.small import numbers
+from helpers.small import numbers, small_timm
 from helpers.vits import OF_TIMM, SETTINGS, SIZE, output_of, small_vit
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import l1_unstructured as unstructured
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.analysis.layer_maps import layer_labels, shown_layers
+from attncnn_plugin.analysis.layer_maps import layer_labels
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import head_costs, head_importance, prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.training import PruneHeads
 from attncnn_plugin.transformers import ADAPTERS, Adapter
-from attncnn_plugin.transformers.transformer_heads import follow_heads, transformer_heads
+from attncnn_plugin.transformers.transformer_heads import transformer_heads
 
 UNPRUNABLE = 'convit_tiny', 'cait_xxs24_224'
 VITS = [name for name in SETTINGS if name not in UNPRUNABLE]
@@ -101,7 +103,7 @@ def test_removed_heads_are_heads_at_zero(name, fused):
 def test_number_of_the_block(name):
     """Heads are named by it, and figures show it, whatever a library calls its layers."""
     model = small_vit(name)
-    assert list(layer_labels(shown_layers(model)).values()) == ['block 0', 'block 1']
+    assert list(layer_labels(prunable_heads(model)).values()) == ['block 0', 'block 1']
     prune_heads(model, {1: [0]})
     assert numbers(model) == [3, 2]
 
@@ -189,11 +191,19 @@ def test_class_attention():
         ('vit_srelpos_small_patch16_224', {}, ValueError, 'has shared_rel_pos, which all layers share'),
         ('vit_small_patch16_rope_mixed_224', {}, ValueError, 'has rope, which all layers share'),
         (VIT, dict(scale_attn_norm=True), TypeError, 'heads cannot be removed from a Attention: it has a norm over'),
+        (
+            'vit_base_patch16_sapiens2',
+            dict(num_kv_heads=(3, 1)),
+            TypeError,
+            'a AttentionRope: some of its heads share keys',
+        ),
         ('convit_tiny', {}, TypeError, 'heads cannot be removed from a GPSA: its probabilities are no softmax'),
         ('xcit_nano_12_p16_224', dict(patch_size=16), TypeError, 'XCA of timm.models.xcit: the classes that are known'),
     ],
 )
 def test_refused(name, changes, error, message):
+    if not timm.is_model(name):
+        pytest.skip(f'timm {timm.__version__} has no such model')
     model = timm.create_model(name, **{**OF_TIMM[VIT], **changes})
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(error, match=message):
@@ -291,19 +301,63 @@ def test_attention_that_is_called_by_names(batch_first):
     masked = mask_heads(copy.deepcopy(model), {'attention': [1]})
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     assert head_importance(model, [x], loss)['attention'].norm() > 0
-    with pytest.raises(ValueError, match='whose heads are watched or removed attends to its queries, not to other'):
-        head_importance(model, [x], lambda model, batch: model(batch, 1).mean())
     prune_heads(model, {'attention': [1]})
-    torch.testing.assert_close(model(x), masked(x), rtol=1e-12, atol=1e-12)
+    for shift in (None, 1):
+        torch.testing.assert_close(model(x, shift), masked(x, shift), rtol=1e-12, atol=1e-12)
 
 
-def test_refused_cross_attention():
-    layer = nn.TransformerDecoderLayer(24, 3, 32)
-    with pytest.raises(TypeError, match='heads of multihead_attn cannot be removed: .* attends to other tokens than'):
-        prune_heads(layer, {'self_attn': [0], 'multihead_attn': [0]})
-    assert layer.self_attn.num_heads == 3
-    prune_heads(layer, {'self_attn': [0]})
-    assert layer(torch.randn(2, 2, 24), torch.randn(3, 2, 24)).shape == (2, 2, 24)
+def test_decoders():
+    layer = nn.TransformerDecoderLayer(24, 3, 32, dtype=torch.float64).eval()
+    heads, tokens = {'self_attn': [0], 'multihead_attn': [0, 2]}, torch.randn(2, 2, 24, dtype=torch.float64)
+    expected, memory = mask_heads(copy.deepcopy(layer), heads), torch.randn(3, 2, 24, dtype=torch.float64)
+    prune_heads(layer, heads)
+    torch.testing.assert_close(layer(tokens, memory), expected(tokens, memory), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('batch_first', [False, True])
+@pytest.mark.parametrize('gone', [[1], [0, 2], [0, 1, 2]])
+def test_attention_of_pytorch(gone, batch_first):
+    """Of other keys and values than queries too, as in pooling; with and without a batch, masks and weights."""
+    attention = nn.MultiheadAttention(24, 3, batch_first=batch_first, dtype=torch.float64).eval()
+    masked = mask_heads(nn.ModuleDict({'own': copy.deepcopy(attention)}), {'own': gone})['own']
+    prune_heads(attention, {'': gone}, allow_empty=True)
+    kept = [head for head in range(3) if head not in gone]
+    for size in ((), (2,)):
+        query, key, value = (torch.randn(*size, n, 24, dtype=torch.float64) for n in (5, 4, 4))
+        hidden = torch.arange(4).expand(*size, 4) > 2
+        for inputs, settings in (
+            ((query, query, query), {}),
+            ((query, key, key), dict(key_padding_mask=hidden)),
+            ((query, key, value), dict(attn_mask=torch.randn(5, 4, dtype=torch.float64))),
+            ((query, key, value), dict(need_weights=False)),
+        ):
+            if size and not batch_first:
+                inputs = [{id(x): x.transpose(0, 1) for x in inputs}[id(x)] for x in inputs]
+            (output, weights), (expected, of_all) = (
+                own(*inputs, **settings, average_attn_weights=False) for own in (attention, masked)
+            )
+            torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+            assert (weights is None) == (of_all is None)
+            if weights is not None:
+                torch.testing.assert_close(weights, of_all[..., kept, :, :], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        (dict(add_zero_attn=True), 'it has keys beside those of its tokens'),
+        (dict(add_bias_kv=True), 'it has keys beside those of its tokens'),
+        (dict(kdim=8, vdim=8), 'it has no in_proj with weights of its own'),
+        (None, 'it has no qkv or q_proj or k_proj or v_proj with weights of its own'),
+    ],
+)
+def test_refused_keys(settings, message):
+    """The last is wrapped, as LoRA does."""
+    layer = small_vit(VIT).blocks[0].attn if settings is None else nn.MultiheadAttention(24, 3, **settings)
+    if settings is None:
+        layer.qkv = nn.Sequential(layer.qkv)
+    with pytest.raises(TypeError, match=f'heads cannot be removed from a .*ttention: {message}'):
+        prune_heads(layer, {'': [1]})
 
 
 def tie(model, name):
@@ -334,7 +388,7 @@ def test_refused_parameters(change, message):
     assert all((own > 0).all() for own in head_costs(model, lambda: model(images))[1].values())
     if 'is no parameter' in message:
         with pytest.raises(StructureError, match=message):
-            follow_heads(model.blocks[1].attn, pruned_vit(VIT).state_dict(), 'blocks.1.attn.')
+            follow_state_dict(model, pruned_vit(VIT).state_dict(), strict=False)
         assert torch.equal(model(images), expected)
 
 
@@ -415,9 +469,89 @@ def test_autocast_and_half_precision(name):
 
 
 def test_nested_tokens_of_others():
-    """Are refused as plain ones are, rather than taken for the queries."""
+    """Are what they are alone."""
     attention = torch.nn.MultiheadAttention(24, 3, batch_first=True).eval()
     prune_heads(attention, {'': [1]})
-    queries, keys = (torch.nested.nested_tensor([torch.randn(n, 24) for n in sizes]) for sizes in ((2, 3), (4, 5)))
-    with torch.no_grad(), pytest.raises(ValueError, match='attends to its queries, not to other tokens'):
-        attention(queries, keys, keys)
+    rows = [[torch.randn(n, 24) for n in sizes] for sizes in ((2, 3), (4, 5))]
+    queries, keys = map(torch.nested.nested_tensor, rows)
+    with torch.no_grad():
+        outputs = attention(queries, keys, keys)[0].unbind()
+        for output, query, key in zip(outputs, *rows):
+            torch.testing.assert_close(output, attention(query, key, key)[0])
+
+
+def quantized(model):
+    return pytest.importorskip('torch.ao.quantization').quantize_dynamic(model, {nn.Linear})
+
+
+def packed(weight):
+    """As a weight of 4 bits is kept: a class of its own, two entries in a byte, in a column."""
+
+    class Packed(nn.Parameter):
+        pass
+
+    return Packed(torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def with_weight(change):
+    def changed(model):
+        linear = model.blocks[1].attn.qkv
+        linear.weight = change(linear.weight)
+        return model
+
+    return changed
+
+
+class Sharded(torch.Tensor):
+    """A tensor of another class."""
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (quantized, 'qkv.weight is no parameter of its own: .* prune before you quantize'),
+        (with_weight(packed), 'qkv.weight is a Packed of torch.uint8, not a plain floating-point parameter: prune bef'),
+        (
+            with_weight(lambda w: nn.Parameter(w.detach().to(torch.int8), requires_grad=False)),
+            'qkv.weight is a Parameter of torch.int8',
+        ),
+        (
+            with_weight(lambda w: nn.Parameter(w.detach().as_subclass(Sharded))),
+            'qkv.weight is a Sharded of torch.float32, not a plain',
+        ),
+        (
+            with_weight(lambda w: nn.Parameter(w.detach().to_sparse())),
+            'qkv.weight is a Parameter of torch.float32, not a plain',
+        ),
+        (
+            with_weight(lambda w: nn.Parameter(w.detach()[:-1])),
+            r'qkv.weight has shape \(71, 24\), but 72 entries are expected in dimension 0',
+        ),
+    ],
+)
+def test_weights_that_are_not_plain(change, message):
+    """In the second layer: the first keeps its heads too."""
+    model = change(small_vit(VIT))
+    before = list(model.parameters())
+    for wrong in (lambda: prune_heads(model, {0: [0], 1: [0]}), lambda: PruneHeads(keep=3).check(model)):
+        with pytest.raises(TypeError, match=f'heads cannot be removed from a Attention: its {message}'):
+            wrong()
+    assert all(one is other for one, other in zip(before, model.parameters())) and numbers(model) == [3, 3]
+
+
+def test_sharded_models(tmp_path):
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/meeting', rank=0, world_size=1)
+    try:
+        model = fully_shard(small_vit(VIT), mesh=init_device_mesh('cpu', (1,)))
+        with pytest.raises(TypeError, match='model is a FSDPVisionTransformer, .*: change the model before it is'):
+            prune_heads(model, {0: [0]})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('name', [VIT, 'sa_quadratic_cifar'])
+def test_in_inference_mode(name):
+    model = small_vit(name) if name == VIT else small_timm(name)
+    with torch.inference_mode():
+        prune_heads(model, {0: [1]})
+    model(torch.randn(1, 3, SIZE, SIZE)).sum().backward()

@@ -49,6 +49,13 @@ def test_regions_hold_their_mass_and_no_more_than_needed(seed, mass):
     assert probs[region].min() >= probs[~region].max(initial=0)
 
 
+def test_a_share_that_some_keys_hold_exactly():
+    """A key is not added for what sums lose by rounding."""
+    for size in range(2, 50):
+        probs = np.full((1, size), 1 / size)
+        assert [region_of_mass(probs, held / size).sum() for held in range(1, size)] == [*range(1, size)]
+
+
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.25]))
 def test_outlines_surround_the_pixels_of_the_region_alone(seed, inset):
     region = np.random.default_rng(seed).random((5, 7)) < 0.5
@@ -67,3 +74,8 @@ def test_the_outline_of_a_pixel():
     region[1, 3] = True
     (line,) = outline(region, 0.1)
     assert np.allclose([line.min(0), line.max(0)], [[0.6, 2.6], [1.4, 3.4]])
+
+
+def test_a_stripe_is_as_if_it_were_1000_tokens_wide():
+    line = gaussian_contour(np.zeros(2), np.diag([4.0, 0.0]), 0.5)
+    assert np.abs(line).max(0) == pytest.approx([0.5 * math.sqrt(2 * math.log(2)), 1000 * math.sqrt(2 * math.log(2))])

@@ -17,6 +17,7 @@ from attncnn_plugin.analysis import MeanAttention, mean_attention
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.visualization import (
     plot_attention_centers,
+    plot_attention_distance,
     plot_attention_probs,
     plot_center_movement,
     plot_metric,
@@ -91,10 +92,11 @@ def test_circles_are_drawn_around_their_heads(mass, style):
         assert np.allclose(np.linalg.norm(line - [1, -2], axis=1), radius)
 
 
-def test_a_centre_beyond_the_panel_is_hollow_on_its_border():
-    axes = centers_of(model_with_head((0.0, 30.0)), (8, 8)).axes[0]
+@pytest.mark.parametrize('sign', [-1, 1])
+def test_a_centre_beyond_the_panel_is_hollow_on_its_border(sign):
+    axes = centers_of(model_with_head((0.0, sign * 30.0)), (8, 8)).axes[0]
     reach = axes.get_xlim()[1]
-    assert reach == 7.5 and head_marks(axes)['head 0'] == (0, reach)
+    assert reach == 7.5 and head_marks(axes)['head 0'] == (0, sign * reach)
     marks = {line.get_label(): line for line in axes.get_lines()}
     assert to_hex(marks['head 0'].get_markerfacecolor()) == '#ffffff'
     assert to_hex(marks['head 1'].get_markerfacecolor()) != '#ffffff'
@@ -280,3 +282,23 @@ def test_centres_of_windows_are_means_over_queries():
     assert [head_marks(axes) for axes in figure.axes] == [{'head 0': pytest.approx((0, 0), abs=1e-5)}] * 2
     figure = plot_attention_centers(maps, query=(8, 9))  # one that is asked for is shown
     assert head_marks(figure.axes[0]) == {'head 0': pytest.approx((1.5, 0.5), abs=1e-5)}
+
+
+@pytest.mark.parametrize('layers, columns, width', [(1, 1, 5.0), (2, 2, 5.2), (4, 4, 10.4), (5, 3, 7.8)])
+def test_panels_are_in_rows_and_show_what_is_near(layers, columns, width):
+    """Four in a row, or three where there are more; 2.5 tokens from the query at least."""
+    way = np.array([[0, 0.0, 0.0], [1, 1.0, -2.0]])
+    figure = plot_center_movement({f'blocks.{layer}.attn': {0: way} for layer in range(layers)})
+    assert {axes.get_subplotspec().colspan.start for axes in figure.axes} == {*range(columns)}
+    assert figure.get_figwidth() == pytest.approx(width)
+    assert figure.axes[0].get_xlim() == (-2.5, 2.5)
+    (far,) = plot_center_movement({'blocks.0.attn': {0: 2 * way}}).axes
+    assert far.get_xlim() == pytest.approx((-4.4, 4.4))
+    (near,) = plot_attention_centers({'a': MeanAttention(torch.eye(400)[None], (20, 20))}).axes
+    assert near.get_xlim() == (-3.5, 3.5)
+
+
+def test_distances_of_heads_that_look_nowhere_else():
+    head = {'distance': 0.0, 'mass_3x3': 1.0}
+    far, near = plot_attention_distance({'a': {'layers': [{'name': 'b', 'grid': [4, 4], 'heads': [head]}]}}).axes
+    assert far.get_ylim() == (0, 1.05) and near.get_ylim() == pytest.approx((0, 105))

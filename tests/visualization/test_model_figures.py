@@ -93,6 +93,8 @@ def test_swin_has_no_rollout_and_many_heads_wrap():
     wide = small_vit('vit_tiny_patch16_224', embed_dim=56, num_heads=14)
     places = {axes.get_title(): axes.get_subplotspec() for axes in plot_attention(wide, images).axes[:-1]}
     assert places['head 13'].rowspan.start == 1 and places['head 13'].colspan == places['head 1'].colspan
+    black = plot_attention(small_vit('vit_tiny_patch16_224'), torch.zeros(1, 3, SIZE, SIZE))
+    assert black.axes[0].get_subplotspec().get_gridspec().ncols == 3 + 3 and not drawn(black)['image 0'].any()
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'sa_quadratic_cifar'])
@@ -104,13 +106,17 @@ def test_all_heads_from_the_query(name):
     figure, maps = plot_heads(model, images), mean_attention(model, images)
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == sum(len(layer.probs) for layer in maps.values())
-    if not name.startswith('swin'):
-        for axes, expected in zip(panels, [keys for layer in maps.values() for keys in layer.of_query()[0]]):
-            np.testing.assert_allclose(axes.images[0].get_array(), relative(expected), rtol=1e-4)
-            assert axes.lines[0].get_xydata().tolist() == [list(maps['blocks.0.attn'].of_query()[1])]
-    else:
-        expected = [means for layer in maps.values() for means in means_by_shift(layer)]
-        for axes, means in zip(panels, expected):
+    assert [layer.in_windows for layer in maps.values()] == (
+        [True] * 2 + [False] * 2 if 'swin' in name else [False] * 2
+    )
+    for layer in maps.values():
+        if not layer.in_windows:
+            for axes, expected in zip(panels, layer.of_query()[0]):
+                np.testing.assert_allclose(axes.images[0].get_array(), relative(expected), rtol=1e-4)
+                assert axes.lines[0].get_xydata().tolist() == [list(layer.of_query()[1])]
+            panels = panels[len(layer.probs) :]
+            continue
+        for axes, means in zip(panels, means_by_shift(layer)):
             array = axes.images[0].get_array()
             down, right = array.shape[0] // 2, array.shape[1] // 2
             assert down <= 3 and right <= 3 and axes.lines[0].get_xydata().tolist() == [[right, down]]
@@ -118,6 +124,7 @@ def test_all_heads_from_the_query(name):
             assert means.keys() <= seen.keys()
             whole = relative(torch.tensor([[means.get(shift, 0.0) for shift in seen]]))[0]
             np.testing.assert_allclose(list(seen.values()), whole, rtol=1e-4)
+        panels = panels[len(layer.probs) :]
 
 
 def means_by_shift(layer):
@@ -171,10 +178,13 @@ def test_what_cannot_be_drawn():
     for plot in (plot_attention, plot_heads):
         with pytest.raises(TypeError, match=r'images=3 must be a tensor \(B, C, H, W\)'):
             plot(vit, 3)
-    bare = small_vit('vit_tiny_patch16_224')
-    prune_heads(bare, {0: [0, 1, 2], 1: [0, 1, 2]}, allow_empty=True)
-    with pytest.raises(ValueError, match='model is a VisionTransformer that has no heads left'):
-        plot_heads(bare, images)
+    bare, heads = (small_vit('vit_tiny_patch16_224'), small_timm('sa_quadratic_cifar')), {0: [0, 1, 2], 1: [0, 1, 2]}
+    for model, message in zip(
+        bare, ('no attention of a VisionTransformer .* nor have layers without heads', 'no heads left')
+    ):
+        prune_heads(model, heads, allow_empty=True)
+        with pytest.raises(ValueError, match=message):
+            plot_heads(model, images)
     with pytest.raises(ValueError, match=r"layers=\['x'\] must be some of blocks.0.attn, blocks.1.attn"):
         plot_attention(vit, images, layers=['x'])
     with pytest.raises(ValueError, match=r'layers=\[\] must be some of'):

@@ -24,8 +24,7 @@ from typing import Tuple
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import HeadReport, head_report
-from attncnn_plugin.analysis.layer_maps import shown_layers
-from attncnn_plugin.attention import AttentionLayer
+from attncnn_plugin.analysis.layer_maps import attention_layers, has_own_attention
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_image_options, add_model_options, check_model_options, load_model
 
@@ -56,9 +55,10 @@ def parse_args() -> argparse.Namespace:
 
 def report_of(loaded: LoadedModel, args: argparse.Namespace) -> Tuple[HeadReport, int]:
     """The report of a model, and the number of images that it is a mean over."""
-    by_position = args.images is None and all(
-        isinstance(layer, AttentionLayer) and not layer.depends_on_content and layer.window is None
-        for layer in shown_layers(loaded.model).values()
+    by_position = (
+        args.images is None
+        and has_own_attention(loaded.model)
+        and not any(layer.depends_on_content or layer.window for layer in attention_layers(loaded.model).values())
     )
     if args.size or by_position:
         return head_report(loaded.model, size=args.size or loaded.grid), 0

@@ -1,11 +1,12 @@
 """Times of several functions side by side, their multiply-adds, and the memory of a training step."""
 
+import math
 import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from attncnn_plugin.pruning.importance import plain_products
+
+Sizes = Sequence[int]
 Step = Callable[[], object]
 
 SECONDS_A_TURN = 0.05  # a turn is one call at least
@@ -69,10 +73,18 @@ def seconds_a_call(step: Step, calls: int) -> float:
 
 
 def count_multiply_adds(step: Step) -> int:
-    """Returns the multiply-adds of one call, half of torch's count."""
-    with FlopCounterMode(display=False) as counter:
+    """Returns the multiply-adds of one call, half of torch's count: of matrix products and convolutions."""
+    gradients = {torch.ops.aten.convolution_backward: gradients_of_a_convolution}
+    with plain_products(), FlopCounterMode(display=False, custom_mapping=gradients) as counter:
         step()
     return counter.get_total_flops() // 2
+
+
+def gradients_of_a_convolution(gradient: Sizes, x: Sizes, weight: Sizes, *settings: Any, **_: Any) -> int:
+    """Counts two for a multiply-add, from shapes; PyTorch's own formula takes no account of groups."""
+    *_, transposed, _padding, _groups, wanted = settings
+    positions = (x if transposed else gradient)[2:]
+    return 2 * sum(wanted[:2]) * x[0] * math.prod(positions) * math.prod(weight)
 
 
 def forward_pass(model: nn.Module, x: Tensor) -> Step:

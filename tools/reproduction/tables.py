@@ -110,7 +110,7 @@ TABLES: Dict[str, Table] = {
         rows={
             'convolution': Row('cmhsa_conv', AUGMENTED),
             'attention': Row('cmhsa_attn', AUGMENTED),
-            'both phases': Row('cmhsa', AUGMENTED),
+            'both phases': Row('cmhsa_two_phases', AUGMENTED),
             'both phases, narrow heads': Row('cmhsa_narrow', AUGMENTED),
             'ViT': Row('deit', AUGMENTED),
         },

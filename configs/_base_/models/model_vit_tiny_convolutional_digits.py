@@ -1,5 +1,5 @@
 # As for CIFAR-10, smaller: 8x8 patches of 2x2 pixels.
-_base_ = './vit_tiny_convolutional_cifar10.py'
+_base_ = './model_vit_tiny_convolutional_cifar10.py'
 
 model = dict(
     backbone=dict(

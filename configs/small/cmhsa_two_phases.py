@@ -1,6 +1,6 @@
 # Both phases, with heads as wide as a token, as in Li et al. 2021.
 _base_ = [
-    './_base_/cmhsa.py',
+    './_base_/model_cmhsa.py',
     './_base_/data_cifar10.py',
     './_base_/deit_recipe.py',
     './_base_/two_phases.py',
