@@ -64,6 +64,22 @@ def enlarged(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_weights(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Asks ``nn.MultiheadAttention`` for the weights of each head."""
+    return args, {**kwargs, 'need_weights': True, 'average_attn_weights': False}
+
+
+def recording(function: Any, found: List[Tensor], position: Optional[int] = None) -> Any:
+    """Returns a function that adds its output, or the argument at a position, to what was found."""
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = function(*args, **kwargs)
+        found.append((output if position is None else args[position]).detach().clone())
+        return output
+
+    return record
+
+
 @contextlib.contextmanager
 def computed(model: nn.Module) -> Iterator[List[Tensor]]:
     """Yields what an unfused model gives to dropout and to values: its library's own numbers."""
@@ -73,9 +89,6 @@ def computed(model: nn.Module) -> Iterator[List[Tensor]]:
     def before_dropout(module: nn.Module, args: Any) -> None:
         if args and args[0].ndim > 2:
             found.append(args[0].detach().clone())
-
-    def with_weights(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, 'need_weights': True, 'average_attn_weights': False}
 
     fused = 'scaled_dot_product_attention'
     for name, module in model.named_modules():
@@ -91,25 +104,13 @@ def computed(model: nn.Module) -> Iterator[List[Tensor]]:
         elif name.endswith('talking_head2'):
             handles.append(module.register_forward_hook(lambda module, args, output: found.append(output)))
 
-    def recording(softmax: Any) -> Any:
-        def record(*args: Any, **kwargs: Any) -> Tensor:
-            output: Tensor = softmax(*args, **kwargs)
-            found.append(output.detach().clone())
-            return output
-
-        return record
-
-    def recording_first(equation: str, *operands: Tensor) -> Tensor:
-        found.append(operands[0].detach().clone())
-        return torch.einsum(equation, *operands)
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.functional, fused, unfused_attention))
         for module in {sys.modules[type(own).__module__] for own in model.modules()}:
             if getattr(module, 'einsum', None) is torch.einsum:
-                stack.enter_context(mock.patch.object(module, 'einsum', recording_first))
+                stack.enter_context(mock.patch.object(module, 'einsum', recording(torch.einsum, found, 1)))
         for owner in (torch, torch.Tensor, nn.functional):
-            stack.enter_context(mock.patch.object(owner, 'softmax', recording(owner.softmax)))
+            stack.enter_context(mock.patch.object(owner, 'softmax', recording(owner.softmax, found)))
         yield found
     for handle in handles:
         handle.remove()

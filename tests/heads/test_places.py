@@ -182,8 +182,14 @@ KEPT = torch.tensor([[5, 0, 3], [1, 2, 4]])
         (lambda x, extra: torch.einsum('bnd,de->bne', x, torch.eye(8)), [[0, 1, 2, 3, 4, 5]] * 2),
         (lambda x, extra: F.pad(x, (0, 0, 0, 2)), [[0, 1, 2, 3, 4, 5, None, None]] * 2),
         (lambda x, extra: x[:, torch.tensor([4, 1])], [[4, 1]] * 2),
+        (
+            lambda x, extra: (
+                F.conv2d(x.mT.unflatten(2, (2, 3))[..., ::2], torch.randn(8, 8, 3, 3), padding=1).flatten(2).mT
+            ),
+            [[0, 2, 3, 5]] * 2,
+        ),
     ],
-    ids=['after', 'around', 'masked', 'moved', 'normalized', 'einsum', 'padded', 'indexed'],
+    ids=['after', 'around', 'masked', 'moved', 'normalized', 'einsum', 'padded', 'indexed', 'convolved'],
 )
 def test_moves(move, expected):
     ((_, places),) = places_in(Tokens(move), torch.randn(2, 3, 8, 12)).values()
