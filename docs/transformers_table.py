@@ -9,6 +9,7 @@ import fnmatch
 import importlib
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 from unittest import mock
 
