@@ -181,14 +181,16 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
 
     replaced: Dict[nn.Parameter, Successor] = {}
     if f'{after}bias' in new:
-        bias, own = new.pop(f'{after}bias'), old.pop(f'{before}bias')
-        replaced[own] = succession(own, {f'{after}bias': bias}, bias, lambda x: x)
+        bias, of_bias = new.pop(f'{after}bias'), old.pop(f'{before}bias')
+        replaced[of_bias] = succession(of_bias, {f'{after}bias': bias}, bias, lambda x: x)
     source = old.pop(f'{before}weight')
     replaced.update((parameter, succession(parameter, {})) for parameter in old.values())
     # An heir has the entries of the old weight, so that their momentum is its own.
     same = before != after and source.numel() == weight.numel() and not weight.is_meta
     same = same and torch.equal(reorder(source.detach()), weight.detach())
-    replaced[source] = succession(source, new, *((weight, reorder) if same else ()))
+    heirs = new if after else {'weight': weight}  # other parameters of a convolution have attributes of their own
+    own = succession(source, heirs, *((weight, reorder) if same else ()))
+    replaced[source] = dataclasses.replace(own, parameters=new)
     return replaced
 
 
