@@ -9,6 +9,7 @@ import fnmatch
 import importlib
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 from unittest import mock
 
@@ -251,7 +252,7 @@ def line_of(row: Row, result: Result) -> str:
 REFUSALS = {
     'yes': 'yes',
     'no attention': '–',
-    'of other tokens': 'other tokens',
+    'of the layers before': 'other tokens',
     'a rollout ends there': 'pooled before',
     'give grid': 'needs `grid`',
 }

@@ -204,7 +204,9 @@ def places_of_grid(images: int, grid: Tuple[int, ...], window: Optional[Window] 
     queries = numbers
     for axis, side in enumerate(grid if window is not None else ()):
         place = window.queries(axis, side)
-        in_padding = ((place < 0) | (place >= side)).view([-1 if own == axis + 1 else 1 for own in range(len(grid) + 1)])
+        in_padding = ((place < 0) | (place >= side)).view(
+            [-1 if own == axis + 1 else 1 for own in range(len(grid) + 1)]
+        )
         queries = queries.index_select(axis + 1, place.clamp(0, side - 1)).masked_fill(in_padding, 0)
     return Places(queries.flatten(1), numbers.flatten(1))
 
