@@ -252,7 +252,7 @@ def line_of(row: Row, result: Result) -> str:
 REFUSALS = {
     'yes': 'yes',
     'no attention': '–',
-    'of other tokens': 'other tokens',
+    'of the layers before': 'other tokens',
     'a rollout ends there': 'pooled before',
     'give grid': 'needs `grid`',
 }

@@ -326,7 +326,7 @@ class FunctionsSeen(TorchFunctionMode):
         if queries is not None:
             self.places.numbers[output] = queries[..., None].expand(output.shape)
         has_heads = output.ndim > 3
-        grid = [f'q{axis}' for axis in range(1, output.ndim - 1 - has_heads)]
+        grid = ['q'] * (output.ndim - 2 - has_heads)
         heads = ['heads'] * has_heads
 
         def probs() -> Tensor:

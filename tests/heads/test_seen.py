@@ -46,6 +46,8 @@ def seen(model, *args, **kwargs):
     def recomputed(attention, output):
         product = attention.product(attention.probs.to(output.dtype))
         wrong.append((product - output).abs().max() > 10 * PRECISION[output.dtype])
+        in_order = attention.in_order(product)
+        assert in_order.shape[-2] == attention.probs.shape[-2]
         return output
 
     expected = model(*args, **kwargs)
