@@ -89,7 +89,9 @@ def holds_tensors(own: Any) -> bool:
 
 def is_plain(own: Tensor) -> bool:
     """Returns True for a tensor or a parameter of PyTorch's own class whose entries lie in one place."""
-    return type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
+    kind = type(own)
+    fake = kind.__module__ == 'torch._subclasses.fake_tensor'  # without values, as on a device that is not there
+    return (kind in (Tensor, nn.Parameter) or fake) and own.layout == torch.strided
 
 
 def held_by(own: Any, closed: Callable[[Any], bool] = lambda own: False) -> Iterator[Tuple[str, Any, Any, bool]]:
