@@ -58,14 +58,16 @@ def succession(
 ) -> Successor:
     """Returns the :class:`Successor` of a parameter, whose attributes and hooks the new parameters get.
 
-    Attributes such as ``no_weight_decay`` go to all of them. A tensor among them of the parameter's shape, and hooks,
-    go to an heir; handles of hooks stay valid.
+    Attributes such as ``no_weight_decay``, which they do not all have, go to all of them. A tensor among these of the
+    parameter's shape, and hooks, go to an heir; handles of hooks stay valid.
 
     Raises:
         ValueError: An attribute or a hook holds tensors of other shapes, or there is no single heir for it.
     """
     what = f'a parameter of shape {tuple(old.shape)} in the place of {" and ".join(parameters) or "nothing"}'
     for name, value in vars(old).items():
+        if parameters and all(name in vars(new) for new in parameters.values()):
+            continue  # they have their own
         if isinstance(value, Tensor) and value.shape == old.shape and heir is not None and inherit is not None:
             setattr(heir, name, inherit(value))
             continue

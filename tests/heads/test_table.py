@@ -1,9 +1,13 @@
 """A few lines of the table of docs/transformers.md, computed again."""
 
+import inspect
 import runpy
+import sys
 
 import pytest
+import timm
 
+VERSION = '1.0.31'  # of timm, when the table was written
 NAMES = [
     'beit: beit_base_patch16_224',
     'swin_transformer: swin_tiny_patch4_window7_224',
@@ -43,13 +47,9 @@ def test_line(name, table):
     assert result.seen == 0 or result.difference < 1e-5
 
 
+@pytest.mark.skipif(timm.__version__ != VERSION, reason=f'the table has the files of timm {VERSION}')
 def test_all_files_of_timm(table):
     """A file of timm whose code has a softmax of attention is in the table."""
-    import inspect
-    import sys
-
-    import timm
-
     files = {name.partition(':')[0] for name in (own.name for own in table[0]['ROWS'] if own.library == 'timm')}
     for name in timm.list_modules():
         module = sys.modules.get(f'timm.models.{name}')
