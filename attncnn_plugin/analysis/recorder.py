@@ -142,7 +142,7 @@ class AttentionRecorder:
             own[name] = reduced(self.reduce, probs if on_grid is None else on_grid[0])
 
     def _end(self, functions: FunctionsSeen, output: Any) -> None:
-        own = self._of.pop(functions if functions.whole else None, None)
+        own = self._of.pop(functions, None) if functions.whole else self._of.get(None)
         if self.reduce != 'class_token' or not own:
             return
         token = token_read(functions, output) if functions.whole else None

@@ -212,6 +212,11 @@ def test_recorder_of_parts():
         model.blocks[1](torch.randn(1, 17, 24).double())  # one layer, and then a pass of all
         model(x)
     assert [list(maps) for maps in recorder.passes] == [['blocks.1.attn'], ['blocks.0.attn', 'blocks.1.attn']]
+    with AttentionRecorder(model) as recorder:  # block after block
+        x = torch.randn(1, 17, 24).double()
+        for block in [*model.blocks, *model.blocks]:
+            x = block(x)
+    assert [list(maps) for maps in recorder.passes] == [['blocks.0.attn', 'blocks.1.attn']] * 2
 
 
 def test_recorder_of_a_backbone_that_runs_twice():
