@@ -537,6 +537,7 @@ def test_a_teacher_is_not_shown():
     assert all(torch.equal(one, other) for (_, one), other in zip(maps, expected))
 
 
+@pytest.mark.skipif(torch.__version__ < '2.7', reason='torch 2.6 takes no entries of tensors by index in vmap')
 @DTYPES
 @pytest.mark.parametrize('groups', [1, 2])
 def test_flex_attention(dtype, groups):
