@@ -115,9 +115,10 @@ class Followed:
         inputs, of_output = axes_of(args[0], operands)
         for own, axes in zip(operands, inputs):
             numbers = self.of(own)
+            for axis in [axis for axis in axes if axis not in of_output]:
+                numbers = first_of(None if numbers is None else numbers.movedim(axes.index(axis), -1))
+                axes = axes.replace(axis, '')
             if numbers is not None:
-                for axis in [axis for axis in axes if axis not in of_output]:
-                    numbers, axes = numbers.select(axes.index(axis), 0), axes.replace(axis, '')
                 kept = [axis for axis in of_output if axis in axes]
                 numbers = numbers.permute([axes.index(axis) for axis in kept])
                 for place, axis in enumerate(of_output):

@@ -389,7 +389,7 @@ class FunctionsSeen(TorchFunctionMode):
             [labels.get(axis, axis) for axis in of_output],
             output,
             (
-                None if numbers[0] is None else with_axes(numbers[0], own, batch, queries),
+                None if numbers[0] is None or not queries else with_axes(numbers[0], own, batch, queries),
                 None if numbers[1] is None else with_axes(numbers[1], of_values, batch, keys),
             ),
         )

@@ -680,3 +680,26 @@ def test_every_transformer(name):
         assert own.shape[:2] == (2, 3) and own.shape[2] == own.shape[3]
         torch.testing.assert_close(own.sum(-1), torch.ones_like(own.sum(-1)), rtol=0, atol=1e-6)
     assert torch.equal(output_of(model, x), expected)
+
+
+class Pooled(nn.Module):
+    """Tokens are summed up by weights of their own, as the sequence pooling of CCT."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.weights, self.head = nn.Conv2d(3, 8, 8, 8), nn.Linear(8, 1), nn.Linear(8, 5)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), 1, 8), x], 1)
+        return self.head(torch.einsum('bn,bnd->bd', self.weights(x).squeeze(-1).softmax(-1), x))
+
+
+def test_sums_of_all_tokens_are_no_token():
+    model, x = Pooled().double(), images()
+    ((name, probs),) = attention_maps(model, x).items()
+    assert name == '' and probs.shape == (2, 1, 1, 17)
+    torch.testing.assert_close(rollout(model, x), probs[:, 0, 0, 1:].unflatten(1, (4, 4)) / 2)
+    with pytest.raises(ValueError, match='reads no single token'):
+        attention_maps(model, x, reduce='class_token')
