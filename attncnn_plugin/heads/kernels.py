@@ -32,7 +32,7 @@ def scores_of_flash(
     **options: Any,
 ) -> Tuple[Tensor, Tensor]:
     """Computes the scores of ``flash_attn.flash_attn_func``, of ``(B, N, N_h, D_h)``; the last query sees all keys."""
-    scores, value = dot_products(q, k, v, softmax_scale)
+    scores, value = with_values(q, k, v, softmax_scale)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     queries, keys = scores.shape[-2:]
@@ -60,7 +60,7 @@ def scores_of_xformers(
     """Computes the scores of ``xformers.ops.memory_efficient_attention``, ``(B, N, N_h, D_h)`` or ``(B, N, D_h)``."""
     if query.ndim == 3:
         query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
-    scores, value = dot_products(query, key, value, scale)
+    scores, value = with_values(query, key, value, scale)
     if hasattr(attn_bias, 'materialize'):
         attn_bias = attn_bias.materialize(tuple(scores.shape), device=scores.device)
     return scores if attn_bias is None else scores + attn_bias, value
@@ -96,16 +96,22 @@ def scores_of_natten(
         start = torch.minimum((rank - size // 2).clamp(min=0), last)[:, None]
         near.append((group[:, None] == group) & (rank >= start) & (rank < start + size))
     sees = (near[0][:, None, :, None] & near[1][:, None]).flatten(2).flatten(0, 1)
-    scores, value = dot_products(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), scale)
+    scores, value = with_values(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), scale)
     return scores.masked_fill(~sees, -torch.inf), value
 
 
-def dot_products(query: Tensor, key: Tensor, value: Tensor, scale: Optional[float]) -> Tuple[Tensor, Tensor]:
+def with_values(query: Tensor, key: Tensor, value: Tensor, scale: Optional[float]) -> Tuple[Tensor, Tensor]:
     """Returns Q Kᵀ/√d of ``(B, N, N_h, D_h)``, ``(B, N_h, Q, K)``, and the values ``(B, N_h, K, D_h)``."""
     query, key, value = (own.movedim(-2, 1) for own in (query, key, value))
-    key, value = (own.repeat_interleave(query.shape[1] // own.shape[1], 1) for own in (key, value))
+    return dot_products(query, key, scale), value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+def dot_products(query: Tensor, key: Tensor, scale: Optional[float]) -> Tensor:
+    """Computes Q Kᵀ/√d, where heads may share keys."""
     query, key = at_least_float32(query), at_least_float32(key)
-    return query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT, value
+    if query.ndim > 3 and key.ndim > 3 and 1 < key.shape[-3] < query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    return query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
 
 
 #: By the name of a function, what takes its arguments and returns its scores before softmax, ``(B, N_h, Q, K)``, −inf

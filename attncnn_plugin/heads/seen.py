@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..attention import AttentionLayer
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.state_dicts import HOOKS
-from .kernels import shown_to_modes
+from .kernels import dot_products, shown_to_modes
 from .places import Followed, Places, axes_of, first_of, flat, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
@@ -573,14 +573,6 @@ def probs_of_flex_attention(
         sees = torch.vmap(sees, in_dims=tuple(dims))
     places = [torch.arange(side, device=scores.device) for side in scores.shape]
     return softmax(score_mod(scores, *places).masked_fill(~sees(*places), -torch.inf))
-
-
-def dot_products(query: Tensor, key: Tensor, scale: Optional[float]) -> Tensor:
-    """Computes Q Kᵀ/√d, where heads may share keys."""
-    query, key = at_least_float32(query), at_least_float32(key)
-    if query.ndim > 3 and key.ndim > 3 and 1 < key.shape[-3] < query.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    return query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
 
 
 def softmax(scores: Tensor) -> Tensor:
