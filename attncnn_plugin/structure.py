@@ -14,7 +14,7 @@ from .change import Change, LayerChange, Successor, all_or_nothing, number_of_pa
 from .convert.convolutions import computed
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, check_settings, new_attention
-from .transformers.transformer_heads import transformer_heads
+from .heads.sizes import RECORD, FewerHeads
 
 
 def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> Change:
@@ -81,11 +81,11 @@ def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> D
     for name, module in model.named_modules():
         inside = f'{prefix}{name}.' if name else prefix
         structure = attention_in(module, state_dict, inside) if name else None
-        owner = structured(module) if structure is None else None
-        if owner is not None:
-            # What a module of this package refuses, the loading refuses, and says why.
-            with contextlib.suppress(StructureError) if owner is module else contextlib.nullcontext():
-                structure = owner.structure_in(state_dict, inside)
+        if structure is None and isinstance(module, Restructurable):
+            with contextlib.suppress(StructureError):  # the loading refuses it, and says why
+                structure = module.structure_in(state_dict, inside)
+        if structure is None and (f'{inside}{RECORD}' in state_dict or RECORD in module._buffers):
+            structure = FewerHeads.of(module, state_dict, inside)
         if structure is not None:
             structures[name] = structure
     return structures
@@ -105,8 +105,10 @@ def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
             new = structure
             model.set_submodule(name, new)
             replaced.update(within(name, successors(module, new)))
+        elif isinstance(structure, FewerHeads):
+            structure.apply(module)
         else:
-            change = structured(module).take_structure(structure)
+            change = module.take_structure(structure)
         if change is None:
             layers.append(LayerChange(name, what, in_words(new), size, number_of_parameters(new)))
         else:
@@ -123,11 +125,6 @@ def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     prefix = next(iter(state_dict), '').partition('.')[0]
     if prefix in ('module', '_orig_mod') and not hasattr(model, prefix):
         raise StructureError(f'the names of the state dict begin with {prefix}., as those of a wrapper: leave it out')
-
-
-def structured(module: nn.Module) -> Any:
-    """Returns what has the structure of a module: it itself, or its heads in another library's; None for others."""
-    return module if isinstance(module, Restructurable) else transformer_heads(module)
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
