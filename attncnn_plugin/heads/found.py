@@ -7,7 +7,7 @@ all heads share.
 
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
-from ..change import held_by
+from ..change import all_or_nothing, held_by
 from .seen import AnyAttention, FunctionsSeen, watching
 from .sizes import record_of
 
@@ -232,7 +232,7 @@ def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, S
 def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> None:
     """Finds the entries of heads in the parameters, and float buffers, near attention.
 
-    What is near gets random values meanwhile: an entry that is 0 by chance would hide others.
+    What is near is replaced by random values meanwhile: an entry that is 0 by chance would hide others.
     """
     left = [own for own in layers if not own.owners]
     while left:
@@ -242,50 +242,38 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
             if not any(f'{near}.'.startswith(f'{other}.') or f'{other}.'.startswith(f'{near}.') for other in chosen):
                 chosen[near] = own
         left = [own for own in left if own not in chosen.values()]
-        parts = {near: _tensors(model, near) for near in chosen}
-        everything = {name: own for near in parts.values() for name, own in near.items()}
-        with _at_random(everything.values()), evaluating(model), torch.enable_grad():
+        near = [model.get_submodule(name) for name in chosen]
+        with suppress(_Undo), all_or_nothing(near), evaluating(model), torch.enable_grad():
+            with same_numbers():
+                tensors = {name: _randomized(model, name) for name in chosen}
+            everything = {key: tensor for own in tensors.values() for key, tensor in own.items()}
             most = max(own.num_heads for own in chosen.values())
             of_heads = [_influence(model, chosen.values(), head, everything, run) for head in range(most)]
-        for near, own in chosen.items():
-            for name in parts[near]:
-                masks = [influence[name] for influence in of_heads[: own.num_heads]]
-                found = _owners(masks)
+            raise _Undo
+        for name, own in chosen.items():
+            for key in tensors[name]:
+                found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
                 if found is not None:
-                    own.owners[name] = found
-            _complete(own, parts[near])
+                    own.owners[key] = found
+            _complete(own, tensors[name])
 
 
-def _tensors(model: nn.Module, near: str) -> Dict[str, Tensor]:
-    """Returns the parameters and buffers of a module that heads may have entries of."""
-    module = model.get_submodule(near)
-    statistics = {
-        buffer
-        for norm in module.modules()
-        if isinstance(norm, nn.modules.batchnorm._NormBase)
-        for buffer in norm.buffers()
-    }
-    named = [
-        *module.named_parameters(),
-        *((name, own) for name, own in module.named_buffers() if own not in statistics),
-    ]
-    return {f'{near}.{name}'.lstrip('.'): own for name, own in named if own.is_floating_point() and own.numel()}
+class _Undo(Exception):
+    """Has what was changed put back."""
 
 
-@contextmanager
-def _at_random(tensors: Any) -> Iterator[None]:
-    """Gives tensors random values, and gradients, inside."""
-    before = [(own, own.detach().clone(), own.requires_grad) for own in tensors]
-    try:
-        with same_numbers():
-            for own, _, _ in before:
-                own.data.normal_(std=0.1)
-                own.requires_grad_()
-        yield
-    finally:
-        for own, values, requires_grad in before:
-            own.data.copy_(values)
-            own.requires_grad_(requires_grad)
+def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
+    """Replaces the parameters and buffers of a module that heads may have entries of; returns the new ones by name."""
+    module, found = model.get_submodule(near), {}
+    for path, own in module.named_modules(prefix=near):
+        is_norm = isinstance(own, nn.modules.batchnorm._NormBase)  # whose statistics cannot be differentiated
+        for tensors in (own._parameters, {} if is_norm else own._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                    new = torch.empty_like(tensor, requires_grad=False).normal_(std=0.1)
+                    new = nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new.requires_grad_()
+                    tensors[leaf] = found[f'{path}.{leaf}'.lstrip('.')] = new  # type: ignore[index]
+    return found
 
 
 def _influence(

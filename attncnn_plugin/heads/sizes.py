@@ -42,13 +42,12 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
+    owners = []
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
         owner = module.get_submodule(path)
         _set_sizes_of_map(owner, leaf, old, new)
-        for key, value in vars(owner).items():  # of biases that a table has for all heads
-            if isinstance(value, tuple) and value[-1:] == (before,):
-                vars(owner)[key] = (*value[:-1], after)
+        owners.append(owner)
         for was, own in zip(old, new):
             if was != own:  # of one map, two or three
                 widths.update({was // maps: own // maps for maps in (3, 2, 1) if was % maps == own % maps == 0})
@@ -67,7 +66,12 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         for key, value in numbers.items():
             if way & OWN and key not in counts and value in widths and (way & TOKENS or key not in OF_TOKENS):
                 setattr(own, key, widths[value])
+        owners.append(own)
         views += bool(way & VIEWS and _rewrite(own, built))
+    for own in owners:
+        for key, value in vars(own).items():  # the shape of biases
+            if isinstance(value, tuple) and value[-1:] == (before,):
+                vars(own)[key] = (*value[:-1], after)
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
 
