@@ -1,7 +1,8 @@
 """The sizes that modules keep beside their parameters, after heads were removed; and a record of them.
 
-Attention that has lost heads has a buffer ``heads_record``: the number of heads that it was built with, that of now,
-and which other sizes follow, so that a state dict carries all that another model needs to take the same structure.
+Attention that has lost heads has a buffer: the number of heads that it was built with, that of now, and which other
+sizes follow, so that a state dict carries all that another model needs to take the same structure. Its name says who
+reads it, as it stands in the error of a loading that does not.
 """
 
 import functools
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..attention.state_dicts import StructureError
 from .forward import forward_of_class, forward_with_fewer_heads
 
-RECORD = 'heads_record'
+RECORD = 'attncnn_follow_state_dict'
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
 OWN, TOKENS, VIEWS = 1, 2, 4
@@ -22,6 +23,11 @@ WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
+
+
+def number_of_heads(number: int) -> str:
+    """Returns a number of heads in words."""
+    return f'{number} head' + 's' * (number != 1)
 
 
 def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
@@ -123,12 +129,13 @@ class FewerHeads:
     """The number of heads that attention has in a state dict, with the shapes there.
 
     Attributes:
-        built, left (int): The number of heads that it was built with, and has now.
+        built, now, left (int): The number of heads that it was built with, has now, and is to have.
         way (int): One of ``WAYS``.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
     """
 
     built: int
+    now: int
     left: int
     way: int
     shapes: Mapping[str, torch.Size]
@@ -155,16 +162,16 @@ class FewerHeads:
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
             )
-        return cls(built, left, way, shapes)
+        return cls(built, now, left, way, shapes)
 
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
-        own, before = record_of(module), shapes_of(module)
+        before = shapes_of(module)
         for name, shape in self._changed(module).items():
             _resize(module, name, shape)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
-        set_sizes(module, shapes, self.built, self.built if own is None else own[1], self.left, self.way)
+        set_sizes(module, shapes, self.built, self.now, self.left, self.way)
         write_record(module, self.built, self.left, self.way)
 
     def _changed(self, module: nn.Module) -> Dict[str, torch.Size]:
