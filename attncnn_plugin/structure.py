@@ -88,7 +88,7 @@ def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> D
     structures: Dict[str, Any] = {}
     for name, module in model.named_modules():
         inside = f'{prefix}{name}.' if name else prefix
-        structure = attention_in(module, state_dict, inside) if name else None
+        structure = attention_in(module, state_dict, inside) if name and f'{inside}value.weight' in state_dict else None
         if structure is None and isinstance(module, Restructurable):
             with contextlib.suppress(StructureError):  # the loading refuses it, and says why
                 structure = module.structure_in(state_dict, inside)
@@ -161,7 +161,7 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     Raises:
         StructureError: The convolution cannot be converted.
     """
-    if not isinstance(module, (ImageAttention, *CONVOLUTIONS)) or f'{prefix}value.weight' not in state_dict:
+    if not isinstance(module, (ImageAttention, *CONVOLUTIONS)):
         return None
     settings = read_extra_state(state_dict, prefix)
     if settings is None:

@@ -6,6 +6,7 @@ reads it, as it stands in the error of a loading that does not.
 """
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Tuple
 
@@ -22,6 +23,7 @@ OWN, TOKENS, VIEWS = 1, 2, 4
 WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
+IS_SIZE = re.compile('dim|size|width|channel|group')  # in the name of a number that is not one of heads
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
 
 
@@ -51,29 +53,23 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
     owners = []
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
-        owner = module.get_submodule(path)
-        _set_sizes_of_map(owner, leaf, old, new)
-        owners.append(owner)
+        owners.append(module.get_submodule(path))
+        _set_sizes_of_map(owners[-1], leaf, old, new)
         for was, own in zip(old, new):
             if was != own:  # of one map, two or three
                 widths.update({was // maps: own // maps for maps in (3, 2, 1) if was % maps == own % maps == 0})
     views = 0
-    for own in module.modules():
-        numbers = {key: value for key, value in vars(own).items() if type(value) is int}
-        counts = {
-            key: value
-            for key, value in numbers.items()
-            if is_number_of_heads(key, value) and (value == before or _is_of_keys(key) and 0 < value < before)
-        }
+    for part in module.modules():
+        counts = [key for key, value in vars(part).items() if 'head' in key and _counts_heads(key, value, before)]
         if not counts:
             continue
-        for key, value in counts.items():
-            setattr(own, key, value * after // before)
-        for key, value in numbers.items():
-            if way & OWN and key not in counts and value in widths and (way & TOKENS or key not in OF_TOKENS):
-                setattr(own, key, widths[value])
-        owners.append(own)
-        views += bool(way & VIEWS and _rewrite(own, built))
+        owners.append(part)
+        for key, value in [(key, value) for key, value in vars(part).items() if type(value) is int]:
+            if key in counts:
+                setattr(part, key, value * after // before)
+            elif way & OWN and value in widths and (way & TOKENS or key not in OF_TOKENS):
+                setattr(part, key, widths[value])
+        views += bool(way & VIEWS and _rewrite(part, built))
     for own in owners:
         for key, value in vars(own).items():  # the shape of biases
             if isinstance(value, tuple) and value[-1:] == (before,):
@@ -82,15 +78,10 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         raise TypeError('no forward pass could be rewritten')
 
 
-def is_number_of_heads(key: str, value: Any) -> bool:
-    """Says whether an attribute is a number of heads, by its name."""
-    is_size = any(size in key for size in ('dim', 'size', 'width', 'channel', 'group'))
-    return type(value) is int and 'head' in key and not is_size
-
-
-def _is_of_keys(key: str) -> bool:
-    """Says whether a number of heads is that of keys, which heads may share."""
-    return 'kv' in key or 'key_value' in key
+def _counts_heads(key: str, value: Any, number: int) -> bool:
+    """Says whether an attribute is the number of heads, or that of keys, which heads may share."""
+    of_keys = 'kv' in key or 'key_value' in key
+    return type(value) is int and not IS_SIZE.search(key) and (value == number or of_keys and 0 < value < number)
 
 
 def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
@@ -154,10 +145,9 @@ class FewerHeads:
         if own == (built, left, way) or any(name not in shapes for name, _ in module.named_parameters()):
             return None
         now = own[1] if own else built
-        values = [
-            value for part in module.modules() for key, value in vars(part).items() if is_number_of_heads(key, value)
-        ]
-        if now not in values or own and own[0] != built:
+        attributes = [item for part in module.modules() for item in vars(part).items()]
+        numbers = [value for key, value in attributes if 'head' in key and type(value) is int]
+        if now not in numbers or own and own[0] != built:
             raise StructureError(
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
