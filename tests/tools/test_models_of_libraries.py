@@ -107,7 +107,9 @@ def test_images_as_the_folder_says(pruned, folder):
 def test_weights_of_more_heads():
     """The sentence of this package, and no shapes; other errors of timm stay what they are."""
     torch.save(small_timm('sa_quadratic_cifar', num_heads=4).state_dict(), 'model.pth')
-    with pytest.raises(ValueError, match=r'model.pth does not fit sa_quadratic_cifar: .* blocks.0.attn has 4 heads in '):
+    with pytest.raises(
+        ValueError, match=r'model.pth does not fit sa_quadratic_cifar: .* blocks.0.attn has 4 heads in '
+    ):
         TimmModel('sa_quadratic_cifar', 'model.pth', settings=SMALL)
     with pytest.raises(RuntimeError, match='nothing'):
         TimmModel(f'{VIT}.nothing')
