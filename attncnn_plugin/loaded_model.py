@@ -210,9 +210,10 @@ class TimmModel(FileModel):
                 follow_state_dict(self.model, state_dict, strict=False)
                 self.model.load_state_dict(state_dict)
             except RuntimeError as error:
+                reason = shorten(str(error), 400, placeholder=' …')
                 raise ValueError(
-                    f'{checkpoint} does not fit {name}: {shorten(str(error), 400, placeholder=" …")}; give the settings '
-                    'that it was trained with, such as --model-kwargs num_classes=10 img_size=32, or another --timm'
+                    f'{checkpoint} does not fit {name}: {reason}; give the settings that it was trained with, such as '
+                    '--model-kwargs num_classes=10 img_size=32, or another --timm'
                 ) from error
         elif not pretrained:
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
