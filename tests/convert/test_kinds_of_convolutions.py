@@ -310,6 +310,7 @@ def of_mmpretrain(**config):
     return pytest.importorskip('mmpretrain').registry.MODELS.build(config)
 
 
+REPVGG = dict(num_blocks=[1] * 4, width_factor=[0.25] * 4, group_layer_map=None, se_cfg=None, stem_channels=16)
 FUSED = {  # a model, what is converted, and what fuses its convolutions with their batch norms
     'timm': (lambda: timm.create_model('repvgg_a0', num_classes=3), 'stages.3.*', reparameterize_model),
     'torch': (
@@ -318,7 +319,7 @@ FUSED = {  # a model, what is converted, and what fuses its convolutions with th
         lambda model: fuse_conv_bn_eval(model[0], model[1]),
     ),
     'mmpretrain': (
-        lambda: of_mmpretrain(type='mmpretrain.RepVGG', arch='A0'),
+        lambda: of_mmpretrain(type='mmpretrain.RepVGG', arch=REPVGG),
         'stage_4.*',
         lambda model: copy.deepcopy(model).switch_to_deploy(),
     ),
