@@ -151,7 +151,7 @@ class CMHSANetwork(TimmNetwork):
             self.blocks.append(CMHSABlock(dim, attn, mlp_dim, drop_path, **dd))
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         conv = self.blocks[0].attn.conv  # in the phase 'attn' too, whose attention takes its place below
-        self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
+        self.head_dims = choose_head_dims(conv, patch_size, head_dim, min_head_dim)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -222,7 +222,7 @@ class CMHSANetwork(TimmNetwork):
     def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
         """Returns attention that is the convolution (L21, Theorem 1): W^Q = 0, so that only positions count."""
         attention = self._new_attention(conv.weight, null_key=self.null_key is not False)
-        attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
+        attend_like_convolution(attention, conv, self.patch_size, self.attn_bias_init)
         # On the CPU, so that a seed draws the same everywhere.
         weight = torch.empty(attention.key.weight.shape, device='cpu')
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))

@@ -7,7 +7,7 @@ from torch import nn
 
 from attncnn_plugin import attention as layers
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa
+from attncnn_plugin.convert import conv_to_mhsa
 
 with torch.random.fork_rng():  # drawn alike whatever was imported before
     torch.manual_seed(0)
@@ -39,7 +39,6 @@ LAYERS = {
     )[0],
     'converted_hard': lambda: conv_to_mhsa(CONV)[0],
     'converted_soft': lambda: conv_to_mhsa(CONV, position='table', alpha=2)[0],
-    'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
 }
 
 
