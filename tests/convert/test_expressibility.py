@@ -81,6 +81,8 @@ def test_given_maps():
     report = expressible_shifts_of_maps(layer.attention_probs((5, 6)).detach(), 3, [5, 6])
     assert report.residual == pytest.approx(expected.residual, rel=0, abs=1e-5)
     assert expressible_shifts_of_maps(layer.exact_attention_probs((5, 6)), 3, [5, 6]) == expected
+    padding = torch.cat([layer.exact_attention_probs((5, 6)), torch.zeros(1, 30, 30)])  # all that a head sees
+    assert expressible_shifts_of_maps(padding, 3, [5, 6]).residual == pytest.approx(expected.residual, abs=1e-12)
     nothing = expressible_shifts_of_maps(torch.zeros(0, 30, 30), 3, (5, 6))
     assert len(nothing.missing) == 9 and nothing.residual == [1.0] * 9 and nothing.rank == 0
 
