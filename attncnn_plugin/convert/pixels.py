@@ -79,6 +79,7 @@ def conv_to_mhsa(
     position: str = 'gaussian',
     window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
+    num_heads: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
     """Turns a convolution into multi-head self-attention with its inputs, its outputs and its values.
@@ -110,14 +111,16 @@ def conv_to_mhsa(
             Defaults to None, the whole image, and for a table to the least that holds the kernel.
         qk_dim (int, optional): With content, channels D_k of a head's queries and keys. Defaults to the channels
             divided by the heads, at least 8.
+        num_heads (int, optional): The number of kernel positions, which the settings in a state dict have; no other
+            number will do.
         generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
 
     Raises:
         TypeError: ``conv`` is not one of these, has no weights yet, or not real ones, or it computes something else
             than its attributes describe.
-        ValueError: ``alpha`` is not from 0.1 to 1e6; a weight is not finite, or not there (on the meta device); an
-            unknown ``content`` or ``position``; a ``window_size`` that is not odd or does not hold the kernel; an
-            argument of content without it.
+        ValueError: ``alpha`` is not from 0.1 to 1e6; another ``num_heads``; a weight is not finite, or not there (on
+            the meta device); an unknown ``content`` or ``position``; a ``window_size`` that is not odd or does not hold
+            the kernel; an argument of content without it.
 
     Examples:
         >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
@@ -135,7 +138,7 @@ def conv_to_mhsa(
         (0.0098, True)
     """
     plain = computed(conv)
-    settings = check_settings(plain, alpha, content, position, window_size, qk_dim)
+    settings = check_settings(plain, alpha, content, position, window_size, qk_dim, num_heads)
     if plain.weight.is_meta:
         raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
     attention = new_attention(conv, plain, settings)
@@ -169,15 +172,16 @@ def check_settings(
 ) -> Dict[str, Any]:
     """Returns the arguments of :func:`conv_to_mhsa` as plain values, with their defaults for a convolution.
 
-    A state dict has a ``num_heads`` too, which has to be that of the convolution.
-
     Raises:
         TypeError, ValueError: See :func:`conv_to_mhsa`.
     """
     window = computed(conv).window
     positions = math.prod(window.kernel_size)
     if num_heads not in (None, positions):
-        raise ValueError(f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel')
+        raise ValueError(
+            f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel: heads can be removed '
+            'afterwards'
+        )
     if position not in POSITIONS:
         raise ValueError(f'position={shown(position)} is unknown: choose one of {POSITIONS}')
     settings: Dict[str, Any] = {'position': position}
@@ -257,8 +261,7 @@ class OwnConvolution:
             conv.load_state_dict(entries, assign=True)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        settings = {key: value for key, value in attention.settings.items() if key != 'num_heads'}
-        converted = conv_to_mhsa(conv, **settings, generator=generator)[0]
+        converted = conv_to_mhsa(conv, **attention.settings, generator=generator)[0]
         attention.from_conv = converted.from_conv
         return converted.state_dict()
 
