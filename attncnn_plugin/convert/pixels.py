@@ -177,7 +177,7 @@ def check_settings(
     """
     window = computed(conv).window
     positions = math.prod(window.kernel_size)
-    if num_heads not in (None, positions):
+    if num_heads is not None and not (isinstance(num_heads, Integral) and num_heads == positions):
         raise ValueError(
             f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel: heads can be removed '
             'afterwards'
