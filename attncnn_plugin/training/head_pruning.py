@@ -138,11 +138,10 @@ class PruneHeads:
         """Returns True if a layer depends on content, or the loss decides."""
         return bool(self.amount) or any(map(depends_on_content, self.layers(model).values()))
 
-    def check(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> None:
+    def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are.
 
-        Where multiply-adds are a criterion, it counts them on the first of some training batches, by default of those
-        that were given before.
+        Where multiply-adds are a criterion, it counts them on the first batch.
 
         Raises:
             TypeError: The model is wrapped for distributed training; a criterion that is not for a layer, or a layer
@@ -165,7 +164,7 @@ class PruneHeads:
             least_important(built, keep=self.amount['keep'])
         if layers and 'multiply_adds' in self.amount:
             with evaluating(model), random_numbers_kept():
-                for batch in itertools.islice(self.batches if batches is None else batches, 1):
+                for batch in itertools.islice(self.batches, 1):
                     costs = self._costs(model, batch, layers)
                     self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
 

@@ -104,7 +104,8 @@ class TwoPhases:
         check_not_distributed(model, nn.DataParallel)
         phase = self._phase(model)
         if phase is None:
-            what = 'module with phases, such as a CMHSA' if self.globs is None else f'convolution layers={self.globs}'
+            phased = 'module with phases, such as a CMHSA, or a ConvToAttention of mmpretrain,'
+            what = phased if self.globs is None else f'convolution layers={self.globs}'
             raise ValueError(
                 f'TwoPhases finds no {what} in a {type(model).__name__}: give the model one, or name convolutions of a '
                 "CNN, such as layers='layer4.*.conv2'"

@@ -162,7 +162,7 @@ def test_pooled_twice_or_never(out_type, parts, said):
         (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "epoch=None and iter='3' of PhaseTransitionHook: give one"),
         (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
         (HOOKS, 'PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
-        (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
+        (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epochs=\[-1\] of PruneHeads must be whole numbers, counted'),
         (HOOKS, 'HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
         (HOOKS, 'AttentionVisualizationHook', dict(interval=0), 'interval=0 of AttentionVisualizationHook must be'),
         (HOOKS, 'AttentionVisualizationHook', dict(interval=1.5), 'interval=1.5 of AttentionVisualizationHook must'),

@@ -273,10 +273,10 @@ def test_two_ranks_are_one_training(tmp_path):
 
 @pytest.mark.parametrize('value', [-1, 1.5, '3', True])
 def test_epochs_are_checked(value):
-    with pytest.raises(ValueError, match=f'epoch={value!r} of TwoPhases must be epochs, counted from 0'):
+    with pytest.raises(ValueError, match=f'epoch={value!r} of TwoPhases must be whole numbers, counted from 0'):
         TwoPhases(epoch=value)
     for epoch in (value, [2, value]):
-        with pytest.raises(ValueError, match='of PruneHeads must be epochs, counted from 0'):
+        with pytest.raises(ValueError, match='of PruneHeads must be whole numbers, counted from 0'):
             PruneHeads(epoch=epoch, keep=3)
 
 
