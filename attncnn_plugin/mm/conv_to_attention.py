@@ -38,13 +38,9 @@ class ConvToAttention(Restructurable):
             generator (torch.Generator, optional): Of the CPU; draws W^K, where there is attention by content.
 
         Raises:
-            RuntimeError: The backbone is in the phase ``'attn'`` already.
-            ValueError: A layer that cannot be replaced any more, for instance because of a hook.
+            ValueError: There is no convolution any more, or a layer that cannot be replaced, for instance because of a
+                hook.
         """
-        if self.phase == 'attn':
-            raise RuntimeError(
-                "the backbone is in phase='attn' already: there is no convolution to turn into attention"
-            )
         settings = {name: value for name, value in self.conversion.items() if name != 'backbone'}
         return convs_to_attention(self, **{**settings, 'layers': self._convolutions()}, generator=generator)
 

@@ -38,7 +38,7 @@ class FollowStateDictHook(Hook):
             raise ValueError(
                 'the optimizer was built before the model took the structure of the checkpoint, with parameters that '
                 f"it does not have, such as {trained[0]}: build the model with that structure, such as phase='attn' of "
-                'CMHSA or of the backbone ConvToAttention, or resume the run with the PhaseTransitionHook that it had'
+                'CMHSA or of the backbone ConvToAttention, or give the run its PhaseTransitionHook, or one of epoch=0'
             )
         wrap_again(runner)
 

@@ -19,17 +19,14 @@ from .runner import (
     wrap_again,
 )
 
-MULTIPLY_ADDS = 'multiply_adds_before_pruning'  # in ``runtime_info``, for runs that are resumed
-
 
 @HOOKS.register_module()
 class HeadPruningHook(ChangingHook):
     """Finds heads to do without at the beginning of some epochs, removes them, and keeps training the rest.
 
     It calls :class:`~attncnn_plugin.training.PruneHeads`, and works on every attention layer of this package, in a
-    self-attention backbone, in a CMHSA or instead of a
-    convolution, and on the vision transformers of mmpretrain and timm; layers of a
-    :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` are pruned from its epoch on.
+    self-attention backbone, in a CMHSA or instead of a convolution, and on the vision transformers of mmpretrain and
+    timm; layers of a :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` are pruned from its epoch on.
     Parameters really shrink. The optimizer keeps its groups, and the state of the entries that are left, and schedulers
     stay. The copy of an ``EMAHook`` loses the same heads. A model that is trained on several ranks is wrapped anew, and
     all ranks remove the same heads, judged by the batches of all of them.
@@ -77,15 +74,14 @@ class HeadPruningHook(ChangingHook):
             ValueError: The model has no attention with heads to prune; criteria that are unknown.
         """
         super().before_train(runner)
-        model, counts = unwrapped(runner.model), 'multiply_adds' in self.pruner.amount
+        model = unwrapped(runner.model)
         layers = self.pruner.layers(model)
         if not layers and not parts_in_phases(model, 'conv'):
             raise ValueError(f'HeadPruningHook finds {self.pruner.nothing}')
         # A mistake in the criteria must not wait for the epoch of pruning.
-        self.pruner.multiply_adds_before = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
-        self.pruner.batches = training_batches(runner, 1) if layers and counts else ()
+        counts = layers and 'multiply_adds' in self.pruner.amount
+        self.pruner.batches = training_batches(runner, 1) if counts else ()
         self.pruner.check(model)
-        self._keep(runner)
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning; raises the errors of ``PruneHeads``."""
@@ -99,8 +95,8 @@ class HeadPruningHook(ChangingHook):
         numbers = head_numbers(runner, {name: layer.num_heads for name, layer in layers})
         self.pruner.batches = training_batches(runner, self.num_batches)
         judged = self.pruner.on_epoch_begin(model, optimizers(runner), epoch, copies)
+        self.pruner.batches = ()  # not in memory until the next pruning
         runner.message_hub.update_info(judged_at, epoch)
-        self._keep(runner)
         if judged is None:
             runner.logger.info(f'HeadPruningHook finds no heads to remove at epoch {epoch}')
             return
@@ -112,9 +108,3 @@ class HeadPruningHook(ChangingHook):
         wrap_again(runner, compile=True)
         sizes = f'{before:,} parameters became {number_of_parameters(model):,}'
         runner.logger.info(f'Removed heads {judged.heads}: {sizes}')
-
-    def _keep(self, runner) -> None:
-        """Keeps no batches, and the multiply-adds before any pruning for a run that is resumed."""
-        self.pruner.batches = ()
-        if self.pruner.multiply_adds_before is not None:
-            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)

@@ -6,14 +6,13 @@ import math
 import os
 import signal
 import sys
-import threading
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Union
+from typing import Callable, Iterator, Optional, Union
 
 import torch
-from mmengine.dist import all_gather_object, all_reduce, barrier, is_main_process
-from mmengine.fileio import LocalBackend, put, register_backend
+from mmengine.dist import all_reduce, barrier, is_main_process
+from mmengine.fileio import LocalBackend, exists, join_path, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
@@ -21,6 +20,8 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
 from .runner import averaged_models, checkpoint_to_load, have_stepped, is_resumed, load_from, seed_epoch
+
+UNFIT = 'missing, damaged or without an optimizer'
 
 
 @register_backend('atomic', force=True)  # again, by this plugin or by another one that has it
@@ -65,21 +66,16 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
     named = [Path(last)] if last else []
     if out_dir is None:
         named = [Path(work_dir, path.name) for path in named] + named
-    found = (path for folder in {Path(work_dir), *(path.parent for path in named)} for path in folder.glob('*.pth'))
-    files = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in (*named, *files):
+    found = {path for folder in (work_dir, *(path.parent for path in named)) for path in Path(folder).glob('*.pth')}
+    for path in (*named, *sorted(found, key=os.path.getmtime, reverse=True)):
         if 'optimizer' in load_or_empty(path):
             return str(path)
-    if files or last is not None:
+    if found or last is not None:
         raise FileNotFoundError(
-            f'{last or "last_checkpoint"} is {_flaw(last)}, and {work_dir} holds no other checkpoint to resume from: '
-            'start anew without --resume'
+            f'{last or "last_checkpoint"} is {UNFIT}, and {work_dir} holds no other checkpoint to resume from: start '
+            'anew without --resume'
         )
     return None
-
-
-def _flaw(path: Optional[str]) -> str:
-    return 'without an optimizer' if load_or_empty(str(path)) else 'damaged or missing'
 
 
 def load_or_empty(path: Union[str, Path]) -> dict:
@@ -118,9 +114,8 @@ class AtomicCheckpointHook(CheckpointHook):
             last = find_latest_checkpoint(runner.work_dir)
             name = find_whole_checkpoint(runner.work_dir, self.out_dir)
             if name and os.path.realpath(name) != os.path.realpath(last or ''):
-                copied = last and Path(last).name == Path(name).name
-                why = 'of another folder' if copied else _flaw(last)
-                runner.logger.warning(f'{last or "last_checkpoint"} is {why}: resuming from {name} instead')
+                why = f'{last or "last_checkpoint"} is of another folder, {UNFIT}'
+                runner.logger.warning(f'{why}: resuming from {name} instead')
             load_from(runner, name)
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:
@@ -153,16 +148,14 @@ class AtomicCheckpointHook(CheckpointHook):
 
     def before_train(self, runner) -> None:
         """Points to the run's own files instead of another's, and removes what a killed process has left incomplete."""
-        super().before_train(runner)
-        hub, backend = runner.message_hub, self.file_backend
+        hub, folder = runner.message_hub, runner.work_dir
+        if self.out_dir not in (None, folder):  # as mmengine does
+            folder = join_path(self.out_dir, os.path.basename(folder.rstrip(os.sep)))
         for key in [key for key in hub.runtime_info if key == 'last_ckpt' or key.startswith('best_ckpt')]:
-            own = backend.join_path(self.out_dir, os.path.basename(hub.pop_info(key)))
-            if backend.exists(own):
+            own = join_path(folder, os.path.basename(hub.pop_info(key)))
+            if exists(own, self.backend_args):
                 hub.update_info(key, own)
-        if self.save_best and len(self.key_indicators) == 1:
-            self.best_ckpt_path = hub.runtime_info.get('best_ckpt')
-        elif self.save_best:
-            self.best_ckpt_path_dict = {name: hub.runtime_info.get(f'best_ckpt_{name}') for name in self.key_indicators}
+        super().before_train(runner)
         if is_main_process():
             for part in Path(self.out_dir).glob('*.pth.part'):
                 part.unlink()
@@ -235,23 +228,20 @@ class InvalidLossHook(Hook):
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
         """Raises ``FloatingPointError`` where a loss of the iteration, on any rank, is NaN or infinite."""
-        logged = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
-        invalid = {name: value for name, value in logged.items() if 'loss' in name and not math.isfinite(value)}
-        invalid_anywhere = torch.tensor(float(bool(invalid)))
-        all_reduce(invalid_anywhere, op='max')
-        if not invalid_anywhere:
-            return
-        ranks = all_gather_object((invalid, _images(data_batch) if invalid else []))
-        losses = next(losses for losses, _ in ranks if losses)
-        images = [name for _, names in ranks for name in names]
-        runner.logger.error(f'The images of the batch: {", ".join(images)}')
-        values = ', '.join(f'{name}={value}' for name, value in losses.items())
-        others = f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else ''
-        raise FloatingPointError(
-            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of '
-            f'{", ".join(images[:3])}{others}; nothing was saved since {_last_checkpoint(runner)}: look at these '
-            'images, or resume with a lower rate'
-        )
+        named = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
+        losses = {name: value for name, value in named.items() if 'loss' in name}
+        is_invalid = torch.tensor(float(not all(map(math.isfinite, losses.values()))))
+        if is_invalid:
+            samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
+            images = [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
+            runner.logger.error(f'{losses} for the images {", ".join(images)}')
+        all_reduce(is_invalid, op='max')
+        if is_invalid:
+            raise FloatingPointError(
+                f'a loss is NaN or infinite at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for images that '
+                f'the log names; nothing was saved since {_last_checkpoint(runner)}: look at these images, or resume '
+                'with a lower rate'
+            )
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Raises ``FloatingPointError`` where a learned weight is NaN or infinite, after a step with a finite loss."""
@@ -261,12 +251,6 @@ class InvalidLossHook(Hook):
                     f'{name} is not finite any more after iteration {runner.message_hub.get_info("iter") + 1}; nothing '
                     f'was saved since {_last_checkpoint(runner)}: resume with a lower rate, or with clip_grad'
                 )
-
-
-def _images(data_batch) -> List[str]:
-    """Returns file names of the images of a batch, or their numbers in the data set where they have none."""
-    samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
-    return [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
 
 
 def _last_checkpoint(runner) -> str:
@@ -296,10 +280,7 @@ class PreemptionHook(Hook):
             self._interrupted = checkpoint['meta'].get('preempted')
 
     def before_train(self, runner) -> None:
-        """Takes SIGTERM, from here on, as a request to stop."""
-        if threading.current_thread() is not threading.main_thread():
-            runner.logger.warning('PreemptionHook does nothing: only the main thread of a process gets signals')
-            return
+        """Takes SIGTERM, from here on, as a request to stop; raises ``ValueError`` outside of the main thread."""
         self._got_signal = False
         self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
         for loop in (runner.train_loop, runner.val_loop):

@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any, Optional
 from urllib.error import URLError
@@ -23,14 +22,6 @@ from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 
 from ..installation import config_path
-
-# Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
-KNOWN_WARNINGS = {
-    "'pin_memory' argument is set as true": r'torch\.utils\.data\.',
-    'pkg_resources is deprecated': r'(mmengine\.utils\.|importlib)',
-    'Setting (MKL|OMP)_NUM_THREADS environment variable': r'mmengine\.utils\.',
-    '`broadcast_buffers` is deprecated': r'mmengine\.model\.wrappers\.',
-}
 
 
 def config_problem() -> Optional[str]:
@@ -72,8 +63,6 @@ def run_mmpretrain_tool(name: str) -> None:
     sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]
     if name in ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py'):
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
-    for message, module in KNOWN_WARNINGS.items():
-        warnings.filterwarnings('ignore', message, module=module)
     try:
         runpy.run_path(str(tools / name), run_name='__main__')
         if torch.distributed.is_initialized():
@@ -101,30 +90,8 @@ def _find_config(path: str) -> str:
 
 
 def read_config(path: str) -> Any:
-    """Reads a config, as ``Config.fromfile`` of mmengine does; one of this package needs no path.
-
-    Raises:
-        FileNotFoundError: It is not there, or one that it inherits from; the message has similar names in its folder.
-    """
-    try:
-        return Config.fromfile(_find_config(path))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(missing_file(error) or str(error)) from error
-
-
-def missing_file(error: BaseException) -> Optional[str]:
-    """Returns a sentence on a file that is not there, with similar names in its folder; None for other errors."""
-    if not isinstance(error, FileNotFoundError):
-        return None
-    of_mmengine = re.fullmatch(r'file "(.+)" does not exist', str(error))
-    name = of_mmengine[1] if of_mmengine else error.filename
-    if not isinstance(name, str):
-        return None
-    folder = Path(name).parent
-    if not folder.is_dir():
-        return f'{name} is not there: there is no folder {folder}'
-    similar = difflib.get_close_matches(Path(name).name, [path.name for path in folder.iterdir()])
-    return f'{name} is not there' + (f': did you mean {" or ".join(similar)}?' if similar else '')
+    """Reads a config, as ``Config.fromfile`` of mmengine does; one of this package needs no path."""
+    return Config.fromfile(_find_config(path))
 
 
 FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
@@ -151,7 +118,7 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         )
     if isinstance(error, URLError):  # mmpretrain has printed what it downloads to where
         return f'a data set is not there and cannot be downloaded ({reason}): name its folder: {folder_option}'
-    return missing_file(error) or reason
+    return reason
 
 
 def _unknown_type(name: str, kind: str) -> str:

@@ -159,14 +159,14 @@ def test_by_what_heads_attend_to(name, repository, tmp_path):
 
 
 def test_a_share_of_the_multiply_adds(repository, tmp_path):
-    """Of those that there were at first: nothing more goes at the next epochs, nor in a run that is resumed."""
-    hook = dict(epochs=range(1, EPOCHS), multiply_adds=0.85, num_batches=1)
+    """Of those at each of the epochs; a run that is resumed ends as it would have."""
+    hook = dict(epochs=[1, 3], multiply_adds=0.92, num_batches=1)
     runner, recorder = run(config_of('VisionTransformer', repository, tmp_path, hook))
-    heads = numbers(runner.model)
-    assert recorder.heads == [[4, 4]] * ITERATIONS + [heads] * (EPOCHS - 1) * ITERATIONS and sum(heads) < 8
+    counts = [sum(recorder.heads[epoch * ITERATIONS]) for epoch in range(EPOCHS)]
+    assert 8 == counts[0] > counts[1] == counts[2] > counts[3] == counts[4]
     resume = dict(load_from=str(tmp_path / 'epoch_3.pth'), resume=True)
     again, _ = run(config_of('VisionTransformer', repository, tmp_path / 'on', hook, **resume))
-    assert numbers(again.model) == heads
+    assert numbers(again.model) == numbers(runner.model)
 
 
 def test_two_hooks_at_the_same_epoch(repository, tmp_path):
@@ -302,7 +302,6 @@ def test_criteria_of_attention_to_come(settings, epoch, repository, tmp_path):
     else:
         runner, _ = run(config)
         assert sum(numbers(runner.model)) < sum(own.built_heads for own in prunable_heads(runner.model).values())
-        assert runner.message_hub.get_info('multiply_adds_before_pruning') > 0
 
 
 @pytest.mark.parametrize(

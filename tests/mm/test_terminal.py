@@ -2,37 +2,9 @@
 
 import subprocess
 import sys
-import warnings
 
 import pytest
 from helpers.processes import REPOSITORY, environment, free_port, run
-
-from attncnn_plugin import installation
-from attncnn_plugin.mm import tools
-
-SMALL = ['--cfg-options', 'train_cfg.max_epochs=2', 'val_evaluator.topk=(1,3)']
-SMALL += [f'{loader}_dataloader.dataset.indices=40' for loader in ('train', 'val', 'test')]
-
-
-@pytest.fixture(scope='module')
-def log(tmp_path_factory):
-    """Of a training in the folder of the fixture, by a script and a config as mim finds them."""
-    folder, script = tmp_path_factory.mktemp('terminal'), installation.MIM / 'tools/train.py'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return run('python', script, 'sa_quadratic_digits.py', '--work-dir', folder, *SMALL, folder=folder)
-
-
-def test_warnings_of_others(log, recwarn):
-    """Are silenced in the tools; those of the same words by other modules are not."""
-    assert 'pin_memory' not in log.replace('pin_memory=', '') and 'pkg_resources is' not in log
-    warnings.simplefilter('always')
-    for message, module in tools.KNOWN_WARNINGS.items():
-        warnings.filterwarnings('ignore', message, module=module)
-    for module, shown in (('torch.utils.data.dataloader', 0), ('mine', 1)):
-        warnings.warn_explicit("'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, module)
-        assert len(recwarn.list) == shown
-
 
 TOOL = """
 import os, time

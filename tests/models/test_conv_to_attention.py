@@ -234,7 +234,7 @@ def test_batch_norms_of_several_processes(content, tmp_path):
         other.eval()  # new norms are in training mode
         with torch.no_grad():
             assert attention_names(other) and relative_error(other(x)[-1], expected) < 1e-4
-    with pytest.raises(RuntimeError, match="in phase='attn' already"):
+    with pytest.raises(ValueError, match='layers names no layer'):
         model.to_attention()
     model.load_state_dict(build().state_dict())  # a CNN's
     assert model.phase == 'attn'

@@ -583,17 +583,6 @@ def test_copies_of_another_kind():
     assert_as_before(before, model, average, own)
 
 
-def test_a_module_that_does_not_say_what_became_of_its_parameters():
-    class Own(nn.Linear):
-        phase = 'conv'
-
-        def to_attention(self, generator=None):
-            return 'turned'
-
-    with pytest.raises(TypeError, match=r'to_attention\(\) of 0 returned a str: TwoPhases needs a Change'):
-        TwoPhases(epoch=0).on_epoch_begin(nn.Sequential(Own(2, 2)), [], 0)
-
-
 def judged_by(batches):
     """The heads of a transformer that attends sharply, and differently in each image: all are found."""
     torch.manual_seed(0)
