@@ -12,7 +12,6 @@ from .runner import (
     HEAD_NUMBERS,
     averaged_models,
     head_numbers,
-    optimizers,
     training_batches,
     training_loss,
     unwrapped,
@@ -94,7 +93,7 @@ class HeadPruningHook(ChangingHook):
         before, layers = number_of_parameters(model), prunable_heads(model).items()
         numbers = head_numbers(runner, {name: layer.num_heads for name, layer in layers})
         self.pruner.batches = training_batches(runner, self.num_batches)
-        judged = self.pruner.on_epoch_begin(model, optimizers(runner), epoch, copies)
+        judged = self.pruner.on_epoch_begin(model, runner.optim_wrapper.optimizer, epoch, copies)
         self.pruner.batches = ()  # not in memory until the next pruning
         runner.message_hub.update_info(judged_at, epoch)
         if judged is None:

@@ -1,25 +1,20 @@
 """Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
 
 import contextlib
-import itertools
 import math
 import os
-import signal
-import sys
-from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, Optional, Union
+from typing import Optional, Union
 
 import torch
-from mmengine.dist import all_reduce, barrier, is_main_process
+from mmengine.dist import all_reduce, is_main_process
 from mmengine.fileio import LocalBackend, exists, join_path, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
-from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
-from .runner import averaged_models, checkpoint_to_load, have_stepped, is_resumed, load_from, seed_epoch
+from .runner import averaged_models, checkpoint_to_load, is_resumed, load_from, seed_epoch
 
 UNFIT = 'missing, damaged or without an optimizer'
 
@@ -182,8 +177,6 @@ def _check_resumable(runner, checkpoint: dict) -> None:
     name = checkpoint_to_load(runner)
     parts = ['meta', 'message_hub', 'optimizer', *(['param_schedulers'] if runner.param_schedulers else [])]
     missing = [part for part in parts if part not in checkpoint]
-    several = getattr(runner.optim_wrapper, 'optim_wrappers', {})
-    missing += [f'optimizer.{own}' for own in several if own not in checkpoint.get('optimizer', several)]
     if missing:
         other = None
         with contextlib.suppress(FileNotFoundError):
@@ -205,8 +198,7 @@ class EpochSeedHook(Hook):
 
     Checkpoints of mmengine hold no random state. With this hook a run that resumes from the checkpoint of an epoch ends
     with the same weights as one that was never stopped, where the computations themselves are deterministic. The data
-    loader must have ``num_workers=0`` or ``persistent_workers=False``. A run that resumes within an epoch, as after
-    ``PreemptionHook``, has other random numbers until the end of that epoch.
+    loader must have ``num_workers=0`` or ``persistent_workers=False``.
     """
 
     priority = 'VERY_LOW'  # after the hooks that draw random numbers of their own
@@ -256,113 +248,6 @@ class InvalidLossHook(Hook):
 def _last_checkpoint(runner) -> str:
     """Returns the file that the run can resume from, in words where there is none."""
     return find_latest_checkpoint(runner.work_dir) or 'the start'
-
-
-@HOOKS.register_module()
-class PreemptionHook(Hook):
-    """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` continues.
-
-    When one rank got the signal, all of them finish the iteration, or several until accumulated gradients have made a
-    step. The process ends with status 143, as by SIGTERM itself. A resumed run trains on the remaining batches of the
-    epoch, in the same order, with other random numbers. A signal during validation takes effect after it.
-    """
-
-    priority = 'LOWEST'  # after the schedulers, EMAHook, and what else belongs to the iteration
-
-    def __init__(self) -> None:
-        self._got_signal = False
-        self._previous_handler = None
-        self._interrupted: Optional[dict] = None  # of the epoch that the run was stopped in
-
-    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Reads where in an epoch the run was stopped."""
-        if is_resumed(runner):
-            self._interrupted = checkpoint['meta'].get('preempted')
-
-    def before_train(self, runner) -> None:
-        """Takes SIGTERM, from here on, as a request to stop; raises ``ValueError`` outside of the main thread."""
-        self._got_signal = False
-        self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
-        for loop in (runner.train_loop, runner.val_loop):
-            if loop is not None:
-                loop.dataloader.worker_init_fn = partial(_leave_process_group, loop.dataloader.worker_init_fn)
-
-    def before_train_epoch(self, runner) -> None:
-        """Leaves out the batches that an interrupted epoch has had; raises ``ValueError`` if epochs are longer now."""
-        if self._interrupted is None:
-            return
-        loader, interrupted, self._interrupted = runner.train_dataloader, self._interrupted, None
-        done, num_batches = interrupted['batches'], interrupted['num_batches']
-        if len(loader) != num_batches:
-            raise ValueError(
-                f'the run was stopped after {done} of the {num_batches} batches of epoch '
-                f'{runner.epoch + 1}, but an epoch now has {len(loader)}: resume with the batch size and the number of '
-                'processes that it had, or from the checkpoint of an epoch'
-            )
-        if hasattr(loader.sampler, 'seed'):  # a run without a configured seed drew another one
-            loader.sampler.seed = interrupted['sampler_seed']
-        runner.logger.info(f'Leaving out the {done} batches that epoch {runner.epoch + 1} has had')
-        runner.train_loop.dataloader = RemainingBatches(loader, done)
-
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Saves a checkpoint and ends the process, if any rank got the signal."""
-        got_signal = torch.tensor(float(self._got_signal))
-        all_reduce(got_signal, op='max')
-        # Accumulated gradients are in no checkpoint: the optimizer has to have made its step.
-        if not got_signal or not have_stepped(runner):
-            return
-        meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
-        if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations
-            loader = runner.train_dataloader
-            done, seed = getattr(loader, 'done', 0), getattr(loader.sampler, 'seed', None)
-            meta['preempted'] = dict(batches=done + batch_idx + 1, num_batches=done + len(loader), sampler_seed=seed)
-        path = os.path.join(runner.work_dir, 'preempted.pth')
-        atomic = dict(backend='atomic')
-        runner.save_checkpoint(runner.work_dir, 'preempted.pth', meta=meta, by_epoch=False, backend_args=atomic)
-        if is_main_process():
-            put(path.encode(), os.path.join(runner.work_dir, 'last_checkpoint'), backend_args=atomic)
-        runner.logger.info(f'SIGTERM: stopped after iteration {runner.iter + 1}, saved {path}; continue with --resume')
-        barrier()  # no rank ends before the file is there
-        self.after_train(runner)
-        sys.exit(128 + signal.SIGTERM)
-
-    def after_train_epoch(self, runner) -> None:
-        """Puts the whole data loader back for the epochs after an interrupted one."""
-        if isinstance(runner.train_dataloader, RemainingBatches):
-            runner.train_loop.dataloader = runner.train_dataloader.loader
-
-    def after_train(self, runner) -> None:
-        """Puts the former handler of SIGTERM back."""
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None
-
-    def _handle(self, signum: int, frame) -> None:
-        self._got_signal = True
-
-
-class RemainingBatches:
-    """A data loader without its first ``done`` batches, which the epoch has had."""
-
-    def __init__(self, loader: DataLoader, done: int):
-        self.loader = loader
-        self.done = done
-
-    def __iter__(self) -> Iterator:
-        return itertools.islice(self.loader, self.done, None)
-
-    def __len__(self) -> int:
-        return len(self.loader) - self.done
-
-    def __getattr__(self, name: str):
-        return getattr(self.loader, name)
-
-
-def _leave_process_group(worker_init_fn: Optional[Callable], worker_id: int) -> None:
-    """Keeps a signal to the whole group from ending the data loader's workers, which end with their parent anyway."""
-    os.setpgid(0, 0)
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)
 
 
 @HOOKS.register_module()

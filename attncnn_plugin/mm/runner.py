@@ -6,11 +6,9 @@ import itertools
 from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
-import torch
 from mmengine.dist import get_rank, master_only
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
-from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
@@ -92,26 +90,10 @@ def wrap_again(runner: Runner, compile: bool = False) -> None:
             runner._maybe_compile('train_step')
 
 
-def optim_wrappers(runner: Runner) -> List[OptimWrapper]:
-    """Returns the optimizer wrappers of a run, of which an ``OptimWrapperDict`` has several."""
-    wrapper = runner.optim_wrapper
-    return list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-
-
-def optimizers(runner: Runner) -> List[torch.optim.Optimizer]:
-    """Returns the optimizers of a run."""
-    return [wrapper.optimizer for wrapper in optim_wrappers(runner)]
-
-
-def have_stepped(runner: Runner) -> bool:
-    """Returns True if no optimizer is in the middle of iterations whose gradients are accumulated."""
-    return all(getattr(wrapper, 'should_update', lambda: True)() for wrapper in optim_wrappers(runner))
-
-
 def make_groups_plain(runner: Runner) -> None:
     """Turns optimizers' groups into plain dicts: PyTorch 2.13 and 2.14 cannot compile steps with ``ConfigDict``."""
-    for optimizer in optimizers(runner):
-        optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
+    groups = runner.optim_wrapper.optimizer.param_groups
+    groups[:] = [dict(group) for group in groups]
 
 
 def averaged_models(runner: Runner) -> List[BaseAveragedModel]:

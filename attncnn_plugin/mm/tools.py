@@ -68,9 +68,6 @@ def run_mmpretrain_tool(name: str) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         _leave_process_group()
-    except SystemExit:  # of PreemptionHook, whose ranks have met
-        _leave_process_group()
-        raise
     except Exception as error:  # the others may wait in the middle of something: nothing here waits for them
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))

@@ -4,8 +4,7 @@ custom_imports = dict(imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading
 
 default_hooks = dict(
     checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=3, save_best='auto'),
-    invalid_loss=dict(type='InvalidLossHook'),
-    preemption=dict(type='PreemptionHook'))
+    invalid_loss=dict(type='InvalidLossHook'))
 
 # As it is inherited, but without the _scope_ that mmengine adds, which mmpretrain's browse_dataset.py hands on.
 vis_backends = [dict(type='LocalVisBackend')]

@@ -1,6 +1,5 @@
-"""What a long run meets: killed, preempted, out of numbers; damaged files and mistaken configs."""
+"""What a long run meets: killed, out of numbers; damaged files and mistaken configs."""
 
-import json
 import os
 import random
 import re
@@ -8,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,12 +44,6 @@ def whole(folder):
     """A run to which nothing happens."""
     train(folder / 'batch8.py', folder / 'whole')
     return folder / 'whole'
-
-
-def seen(work_dir, epoch):
-    """How often an epoch had each image."""
-    lines = map(json.loads, (work_dir / 'seen').read_text().splitlines())
-    return Counter(image for e, images in lines for image in images if e == epoch)
 
 
 # Killed.
@@ -115,35 +107,6 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
     os.truncate(tmp_path / 'epoch_1.pth', 0)
     with pytest.raises(FileNotFoundError, match=f'{newest} is missing, damaged or .*, and {tmp_path} holds no other '):
         find_whole_checkpoint(str(tmp_path))
-
-
-# Preempted.
-
-
-@pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_preempted_without_a_seed(folder):
-    """A signal to the whole group, data loading workers included; every image once an epoch all the same."""
-    config, work_dir = folder / 'batch8.py', folder / 'group'
-    workers = ['train_dataloader.num_workers=1', 'val_dataloader.num_workers=1']
-    options = ['--cfg-options', 'train_cfg.max_epochs=2', 'randomness.seed=None', *workers]
-    log = train(config, work_dir, *options, expected=143, FAULT=f'group,{ITERATIONS},0')
-    assert 'DataLoader worker' not in log
-    train(config, work_dir, '--resume', *options)
-    assert all(seen(work_dir, epoch) == Counter(range(24)) for epoch in range(2))
-
-
-@pytest.mark.slow
-def test_preempted_on_two_ranks(folder, whole):
-    """The signal reaches one rank alone, then torchrun."""
-    config, work_dir = folder / 'batch4.py', folder / 'ranks'
-    log = train_two(config, work_dir, expected=1, FAULT=f'SIGTERM,{ITERATIONS},1')
-    assert f'SIGTERM: stopped after iteration {ITERATIONS + 1}, saved' in log
-    log = train_two(config, work_dir, '--resume', expected=1, FAULT=f'launcher,{ITERATIONS + 2},1')
-    assert 'SIGTERM: stopped after iteration' in log
-    train_two(config, work_dir, '--resume')
-    for rank in (0, 1):
-        assert_equal(work_dir, work_dir, rank, tolerance=0)
-        assert_equal(work_dir, whole, rank, tolerance=1e-5)
 
 
 # Out of numbers and ranks; out of disk: test_reliability_hooks.py.

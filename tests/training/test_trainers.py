@@ -137,9 +137,7 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
     whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{2 * STEPS}')
     whole.train()
     assert sum(numbers(whole.model)) == 4
-    with pytest.raises(
-        ValueError, match='does not fit the ViTForImageClassification .* load_hugging_face'
-    ):
+    with pytest.raises(ValueError, match='does not fit the ViTForImageClassification .* load_hugging_face'):
         trainer(tmp_path / 'refused').train(resume_from_checkpoint=checkpoint)
     resumed = trainer(tmp_path / 'resumed', load_hugging_face(checkpoint))
     resumed.train(resume_from_checkpoint=checkpoint)
