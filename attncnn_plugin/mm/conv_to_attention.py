@@ -117,10 +117,6 @@ def conv_to_attention(
         layer4.1.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
         model                                11,176,512 → 12,227,190
     """
-    if not isinstance(backbone, dict):
-        raise TypeError(
-            f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"
-        )
     known = inspect.signature(check_settings).parameters
     refuse_unknown('ConvToAttention', [name for name in settings if name not in known])
     if phase not in PHASES:

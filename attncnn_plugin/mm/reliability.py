@@ -1,13 +1,11 @@
 """Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
 
 import contextlib
-import math
 import os
 from pathlib import Path
 from typing import Optional, Union
 
-import torch
-from mmengine.dist import all_reduce, is_main_process
+from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, exists, join_path, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
@@ -88,7 +86,8 @@ class AtomicCheckpointHook(CheckpointHook):
     ``max_keep_ckpts`` removes an old checkpoint when the new one is there. Where the last one is damaged all the same,
     ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
     checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed from. A
-    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run.
+    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run. Weights
+    that are not finite are an error instead of a checkpoint.
 
     The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
@@ -158,6 +157,16 @@ class AtomicCheckpointHook(CheckpointHook):
             if last.is_file():  # in a copy made of links, that of the other run, into which mmengine would write
                 put(last.read_bytes(), str(last), backend_args=dict(backend='atomic'))
 
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Raises ``FloatingPointError``, on every rank, where a learned weight is NaN or infinite."""
+        for name, parameter in runner.model.named_parameters():
+            if parameter.requires_grad and not parameter.isfinite().all():
+                last = find_latest_checkpoint(runner.work_dir) or 'none yet'
+                raise FloatingPointError(
+                    f'{name} is not finite any more after iteration {runner.message_hub.get_info("iter") + 1}, and is '
+                    f'not saved; the last checkpoint is {last}: resume with a lower rate, or with clip_grad'
+                )
+
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         """Removes the oldest checkpoint after the new one is written; mmengine does so before."""
         kept, oldest = self.keep_ckpt_ids if self.max_keep_ckpts > 0 else (), None
@@ -206,48 +215,6 @@ class EpochSeedHook(Hook):
     def before_train_epoch(self, runner) -> None:
         """Seeds Python, numpy and PyTorch."""
         seed_epoch(runner)
-
-
-@HOOKS.register_module()
-class InvalidLossHook(Hook):
-    """Ends the training, on every rank, when a loss is NaN or infinite, and keeps such weights out of checkpoints.
-
-    The error names the iteration and the last checkpoint; the images of the batch are in the log. Gradients are not
-    looked at: infinite ones are normal with automatic mixed precision.
-    """
-
-    priority = 'HIGH'  # before EMAHook, and before anything is saved
-
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Raises ``FloatingPointError`` where a loss of the iteration, on any rank, is NaN or infinite."""
-        named = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
-        losses = {name: value for name, value in named.items() if 'loss' in name}
-        is_invalid = torch.tensor(float(not all(map(math.isfinite, losses.values()))))
-        if is_invalid:
-            samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
-            images = [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
-            runner.logger.error(f'{losses} for the images {", ".join(images)}')
-        all_reduce(is_invalid, op='max')
-        if is_invalid:
-            raise FloatingPointError(
-                f'a loss is NaN or infinite at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for images that '
-                f'the log names; nothing was saved since {_last_checkpoint(runner)}: look at these images, or resume '
-                'with a lower rate'
-            )
-
-    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Raises ``FloatingPointError`` where a learned weight is NaN or infinite, after a step with a finite loss."""
-        for name, parameter in runner.model.named_parameters():
-            if parameter.requires_grad and not parameter.isfinite().all():
-                raise FloatingPointError(
-                    f'{name} is not finite any more after iteration {runner.message_hub.get_info("iter") + 1}; nothing '
-                    f'was saved since {_last_checkpoint(runner)}: resume with a lower rate, or with clip_grad'
-                )
-
-
-def _last_checkpoint(runner) -> str:
-    """Returns the file that the run can resume from, in words where there is none."""
-    return find_latest_checkpoint(runner.work_dir) or 'the start'
 
 
 @HOOKS.register_module()

@@ -4,7 +4,6 @@ _base_ = '../../_base_/default_runtime.py'
 default_hooks = dict(
     _delete_=True,
     checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=1),
-    invalid_loss=dict(type='InvalidLossHook'),
     logger=dict(type='LoggerHook', interval=50),
     epoch_seed=dict(type='EpochSeedHook'),
     resumed_validation=dict(type='ResumedValidationHook'))
