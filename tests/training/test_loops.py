@@ -389,7 +389,7 @@ def test_refused_at_once():
     """At the first epoch, long before the one that it is about."""
     batches, optimizer = [(IMAGES, LABELS)], []
     for part, model, error, message in (
-        (TwoPhases(5), vit(), ValueError, 'finds no module with phases, such as a CMHSA in a VisionTransformer'),
+        (TwoPhases(5), vit(), ValueError, 'finds no module with phases, such as a CMHSA, .* in a Vi'),
         (TwoPhases(5, layers='stage*'), cnn(), ValueError, r"no convolution layers=\['stage\*'\] in a ResNet"),
         (TwoPhases(5, layers=['layer4.*.conv2', 'stage*']), cnn(), ValueError, r"layers='stage\*' matches none of the"),
         (TwoPhases(5, layers='layer4.*.conv2', alpha=0), cnn(), ValueError, 'alpha=0 must be a number from 0.1'),
