@@ -81,7 +81,7 @@ class PhaseTransitionHook(ChangingHook):
                 'of iterations of the first phase, 0 for none'
             )
         self.unit, given = ('epoch', epoch) if iter is None else ('iter', iter)
-        self.times = check_epochs(f'{self.unit}={given!r} of PhaseTransitionHook', given)
+        self.times = check_epochs(f'{self.unit}={given!r} of PhaseTransitionHook', [given])
         self.phases = TwoPhases(self.times[0])
         self.optim_wrapper = optim_wrapper or {}
         self.param_scheduler = param_scheduler

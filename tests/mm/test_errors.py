@@ -135,6 +135,7 @@ def test_pooled_twice_or_never(out_type, parts, said):
         ),
         (HOOKS, 'PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 of PhaseTransitionHook must be'),
         (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "iter='3' of PhaseTransitionHook must be whole numbers"),
+        (HOOKS, 'PhaseTransitionHook', dict(epoch=[1, 2]), r'epoch=\[1, 2\] of PhaseTransitionHook must be whole'),
         (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
         (HOOKS, 'PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
         (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epoch=\[-1\] of PruneHeads must be whole numbers, counted'),
