@@ -67,8 +67,7 @@ class PruneHeads:
 
     Parameters really shrink. The optimizer keeps its groups, and the state of the entries that are left.
 
-    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer, and for
-    ``multiply_adds`` call :meth:`check` before that.
+    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer.
 
     Args:
         epoch (int | Sequence[int]): Epochs at whose beginning heads go, counted from 0. Defaults to none.
@@ -81,8 +80,8 @@ class PruneHeads:
         keep (int, optional): The number of heads of all layers that stay, the most important ones, see
             :func:`~attncnn_plugin.pruning.head_importance`. Defaults to None.
         threshold (float, optional): The importance below which heads go. Defaults to None.
-        multiply_adds (float, optional): The share of the model's multiply-adds before any pruning that stays. Defaults
-            to None.
+        multiply_adds (float, optional): The share of the model's multiply-adds that stays, at each of the epochs of
+            those that are left by then. Defaults to None.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
             too, and go first. Defaults to none.
         layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
@@ -93,10 +92,6 @@ class PruneHeads:
     Raises:
         ValueError: ``epoch`` has no epochs; neither criteria nor one of ``keep``, ``threshold`` and ``multiply_adds``
             says which heads go, or several of these do.
-
-    Attributes:
-        multiply_adds_before (float | None): Those of the model for an image before any pruning; None before they are
-            counted.
     """
 
     def __init__(
@@ -123,7 +118,6 @@ class PruneHeads:
             check_amount(**amount)
         self.batches, self.loss = batches, loss or loss_of_batch
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
-        self.multiply_adds_before: Optional[float] = None
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
@@ -141,11 +135,10 @@ class PruneHeads:
         """Returns True if a layer depends on content, or the loss decides."""
         return bool(self.amount) or any(map(depends_on_content, self.layers(model).values()))
 
-    def check(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> None:
+    def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are.
 
-        Where multiply-adds are a criterion, it counts them on the first of some training batches, by default of those
-        that were given before.
+        Where multiply-adds are a criterion, it counts them on the first batch.
 
         Raises:
             TypeError: The model is wrapped for distributed training; a criterion that is not for a layer, or a layer
@@ -154,10 +147,9 @@ class PruneHeads:
         """
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
-        batches = list(itertools.islice(self.batches if batches is None else batches, 1))
+        batches = list(itertools.islice(self.batches, 1))
         layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
-        for batch in batches:
-            self._find(model, layers, batch)
+        self._find(model, layers, batches[0] if batches else None)
         for name, layer in layers.items():
             check_prunable(model, name, layer)
             try:
@@ -310,6 +302,8 @@ class PruneHeads:
     def _find(self, model: nn.Module, layers: Mapping[str, Heads], batch: Any) -> None:
         """Finds the entries of the heads of layers of other libraries."""
         found = [layer for layer in layers.values() if isinstance(layer, FoundHeads)]
+        if not found:
+            return
         with random_numbers_kept():
             find_entries(model, found, (lambda: self.loss(model, batch)) if batch is not None else example_run(model))
 
@@ -356,8 +350,6 @@ class PruneHeads:
         amount: Dict[str, Any] = dict(self.amount)
         if 'keep' in amount:  # other criteria can have removed more
             amount['keep'] = min(amount['keep'], sum(map(len, importance.values())))
-        if costs is not None and self.multiply_adds_before is not None:  # a share of those that there were at first
-            amount['multiply_adds'] = min(1.0, amount['multiply_adds'] * self.multiply_adds_before / costs[0])
         return least_important(importance, **amount, costs=costs)
 
     def _costs(self, model: nn.Module, batch: Any, layers: Mapping[str, Heads]) -> Costs:
@@ -365,7 +357,6 @@ class PruneHeads:
         images: List[int] = []
         with counting(model, images):
             total, costs = head_costs(model, lambda: self.loss(model, batch))
-        self.multiply_adds_before = self.multiply_adds_before or total / sum(images)
         return total / sum(images), {name: costs[name] / sum(images) for name in layers}
 
 

@@ -65,7 +65,7 @@ def plot_metric(
         look = dict(color=color_of(i), linestyle=LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)], linewidth=1.3)
         begins = offsets.get(label, 0)
         axes.plot(values[:, 0] + begins, values[:, 1], label=f'{label}, {last} at the end', **look)
-        mark_transition(axes, [begins + step for step, _ in scalars.get('transition/relative_change', ())])
+        mark_transition(axes, [begins + step for step, _ in scalars.get('transition/parameters', ())])
     axes.set_xlabel(' or '.join(sorted(units)))
     axes.set_ylabel(NAMES.get(metric, f'{metric}, %' if percent else metric))
     axes.locator_params(axis='x', integer=True)
