@@ -12,7 +12,7 @@ from torch import nn
 
 from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import MeanAttention, head_centers, layer_maps, mean_attention
-from attncnn_plugin.analysis.layer_maps import attention_layers
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
 from attncnn_plugin.analysis import mean_attention
-from attncnn_plugin.analysis.layer_maps import attention_layers
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
