@@ -29,10 +29,15 @@ Touch = Callable[['Attention', Tensor], Tensor]
 Part = Tuple[str, int, int]
 
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, F.gumbel_softmax}
+LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
+EXP = {torch.exp, Tensor.exp, Tensor.exp_}
+DIVISION = {torch.div, torch.true_divide, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__}
 TURNED = {Tensor.__rmatmul__}  # takes what comes second first
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, *TURNED}
+PRODUCTS |= {torch.linalg.matmul}
 DROPOUT = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 PARTS = {Tensor.__getitem__, Tensor.narrow, Tensor.select, Tensor.chunk, torch.chunk, Tensor.split, torch.split}
+PARTS |= {Tensor.gather, torch.gather, Tensor.index_select, torch.index_select}
 LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as}  # of which they take no value
 WITH_FAST_PATH = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 
@@ -242,6 +247,7 @@ class FunctionsSeen(TorchFunctionMode):
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
         self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
+        self.unnormalized: Any = WeakTensorKeyDictionary()  # exponentials; True of logarithms of softmax
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
@@ -279,7 +285,7 @@ class FunctionsSeen(TorchFunctionMode):
             return self.see_fused(probs_of_flex_attention, output[0], *args[:6])
         if hasattr(func, 'kernel'):
             return self.see_kernel(func.kernel, args, kwargs, output)
-        if func in SOFTMAX and output.ndim > 1:
+        if func in SOFTMAX and output.ndim > 1 or self.is_softmax_by_hand(func, args, output):
             self.weights[output] = None
             return None
         if not self.weights and not self.outputs:
@@ -297,6 +303,19 @@ class FunctionsSeen(TorchFunctionMode):
         if weights and attention is None:
             self.carry(tensors, weights, func, args, kwargs, output)
         return attention
+
+    def is_softmax_by_hand(self, func: Any, args: Any, output: Any) -> bool:
+        """Says whether a call gives exponentials divided by sums along an axis, or those of logarithms of softmax."""
+        first, other = (*args, None, None)[:2]
+        if not isinstance(output, Tensor) or not isinstance(first, Tensor):
+            return False
+        if func in LOG_SOFTMAX or func in EXP and first not in self.unnormalized:
+            self.unnormalized[output] = func in LOG_SOFTMAX
+        elif func in EXP:
+            return bool(self.unnormalized[first])
+        elif func in DIVISION and first in self.unnormalized and isinstance(other, Tensor):
+            return first.ndim == other.ndim > 1 and sum(map(int.__ne__, first.shape, other.shape)) == 1
+        return False
 
     def see_fused(
         self, probs: Any, output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
