@@ -163,6 +163,9 @@ def maps_of_layers(
             f'size={shown(size)} and part={parts[0]!r}, but the attention of model, a {type(model).__name__}, depends '
             'on images, which say the grid, and has no parts: give only images'
         )
+    for name, own in seen.items():
+        if any(hasattr(parameter, 'full_tensor') for parameter in own.parameters()):
+            raise ValueError(f'{name} has parameters that are DTensors, as by fully_shard: give a model that is whole')
     if images is None:
         height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
         grids, means = dict.fromkeys(seen, (height, width)), {}  # type: ignore[var-annotated]

@@ -148,6 +148,9 @@ class Watch(threading.local):
                 with torch.no_grad():
                     again = module.forward(*args, **kwargs_and_output[0])  # for what the fast path hides
                 functions.places.take_over([again], kwargs_and_output[1:])
+        elif has_run and isinstance(module, AttentionLayer):  # which moves no tokens
+            like = F.linear if module.window is None else F.conv2d
+            functions.places.follow(like, args, {}, kwargs_and_output[1])
         functions.close(module)
         self.running.pop()
         if not self.running:

@@ -7,9 +7,12 @@ from functools import partial
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torchvision
 from helpers.vits import OF_HUGGING_FACE, OF_TORCHVISION, SIZE, output_of, small_vit
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
@@ -265,6 +268,34 @@ def test_half_precision(dtype):
     own = attention_maps(model.to(dtype), x)['blocks.0.attn']
     assert own.dtype == torch.float32
     torch.testing.assert_close(own, expected, rtol=0.1, atol=1e-3)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh('cpu', (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_learned_content_cifar'])
+def test_fully_sharded(mesh, name):
+    """The maps of a model in FSDP2, in training too; what needs whole parameters at rest says so."""
+    settings = dict(img_size=32, patch_size=8) if name.startswith('vit') else {}
+    model = timm.create_model(name, embed_dim=12, num_heads=3, depth=2, num_classes=5, **settings).eval()
+    images = torch.randn(2, 3, 32, 32)
+    expected = attention_maps(model, images)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    maps = attention_maps(model, images)
+    assert list(maps) == list(expected) and all(torch.equal(own, expected[key]) for key, own in maps.items())
+    with AttentionRecorder(model.train()) as recorder:
+        model(images).sum().backward()
+    assert [list(own) for own in recorder.passes] == [list(expected)]
+    if settings:
+        assert torch.allclose(mean_attention(model, images)['blocks.1.attn'].probs.sum(-1), torch.ones(()))
+    else:
+        with pytest.raises(ValueError, match='blocks.0.attn has parameters that are DTensors'):
+            mean_attention(model, images)
 
 
 def test_compiled_and_wrapped():
