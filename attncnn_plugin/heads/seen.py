@@ -578,9 +578,11 @@ def probs_of_dot_products(
     scores = dot_products(query, key, scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1)
-    return softmax(scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores.masked_fill_(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores += attn_mask
+    return softmax(scores, masked=attn_mask is not None)
 
 
 def probs_of_flex_attention(
@@ -597,10 +599,11 @@ def probs_of_flex_attention(
     return softmax(score_mod(scores, *places).masked_fill(~sees(*places), -torch.inf))
 
 
-def softmax(scores: Tensor) -> Tensor:
-    """Returns softmax, which is 0 where a query sees no key."""
-    sees_none = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(sees_none, 0)
+def softmax(scores: Tensor, masked: bool = True) -> Tensor:
+    """Returns softmax in the memory of the scores, which is 0 where a query sees no key, by a mask of −inf."""
+    sees_none = scores.amax(-1, keepdim=True) == -torch.inf if masked else None
+    probs = torch.softmax(scores, -1, out=scores if type(scores) is Tensor else None)
+    return probs if sees_none is None else probs.masked_fill_(sees_none, 0)
 
 
 def permuted(axes: Sequence[List[Part]], before: Tensor, after: Tensor) -> Optional[List[List[Part]]]:

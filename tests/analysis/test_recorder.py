@@ -1,5 +1,6 @@
 """Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
 
+import itertools
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -268,6 +269,35 @@ def test_half_precision(dtype):
     own = attention_maps(model.to(dtype), x)['blocks.0.attn']
     assert own.dtype == torch.float32
     torch.testing.assert_close(own, expected, rtol=0.1, atol=1e-3)
+
+
+def peak(run):
+    """Returns the largest number of bytes that a call has allocated at once."""
+    with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+        run()
+    events = profile.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == '[memory]']
+    assert changes
+    return max(itertools.accumulate(change for _, change in sorted(changes)))
+
+
+@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('fused', [False, True])
+def test_peak_memory(fused, masked):
+    """With ``reduce`` no more than the map of one layer is added to what the model needs."""
+    name = 'beit_base_patch16_224' if masked else 'vit_tiny_patch16_224'
+    model = timm.create_model(name, img_size=256, patch_size=8, embed_dim=16, num_heads=2, depth=4).eval()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    x = torch.randn(1, 3, 256, 256)
+    reduced = {}
+    first = lambda probs: probs[:, :, 0]  # noqa: E731
+    before = peak(lambda: model(x))
+    after = peak(lambda: reduced.update(attention_maps(model, x, reduce=first)))
+    of_a_map = 2 * 1025**2 * 4
+    assert after - before < 1.05 * of_a_map
+    assert all(own.untyped_storage().nbytes() == own.nbytes == 2 * 1025 * 4 for own in reduced.values())
+    assert peak(lambda: attention_maps(model, x)) - before > 3 * of_a_map  # what it counts is there
 
 
 @pytest.fixture
