@@ -103,7 +103,7 @@ class Watch(threading.local):
 
     def __init__(self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any) -> None:
         self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
-        self.names: Dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.names: Dict[nn.Module, Optional[str]] = {module: name for name, module in model.named_modules()}
         self.running: List[Tuple[nn.Module, Optional[str]]] = []
         self.functions: Optional[FunctionsSeen] = None
         self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
@@ -113,6 +113,9 @@ class Watch(threading.local):
         if not self.running and getattr(module, '_is_replica', False) and type(module) is type(self.model):
             self.names = {own: name for name, own in module.named_modules()}  # a copy by nn.DataParallel
             self.model = module
+        if self.running and module not in self.names and not is_function(module):
+            self.names[module] = None  # of another model, or it came while the model ran
+            self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
         if self.native is not None or not self.running and (name is None or in_backward()):
             return

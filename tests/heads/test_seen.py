@@ -553,6 +553,26 @@ def test_a_teacher_is_not_shown():
     assert all(torch.equal(one, other) for (_, one), other in zip(maps, expected))
 
 
+def test_a_layer_that_comes_while_the_model_runs():
+    """Such as BigBird's, which chooses its kind of attention by the length of the first text."""
+
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.Identity()
+
+        def forward(self, x):
+            if isinstance(self.attention, nn.Identity):
+                self.attention = Call(lambda x: (x @ x.mT).softmax(-1) @ x)
+            return self.attention(x)
+
+    names = []
+    model = Chooses()
+    with watching(model, lambda name, probs, places: names.append(name)):
+        model(torch.randn(2, 5, 4))
+    assert names == ['attention']
+
+
 @pytest.mark.skipif(torch.__version__ < '2.7', reason='torch 2.6 takes no entries of tensors by index in vmap')
 @DTYPES
 @pytest.mark.parametrize('groups', [1, 2])
