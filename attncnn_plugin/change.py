@@ -215,6 +215,8 @@ class Change:
             :func:`~attncnn_plugin.pruning.replace_parameters`.
         drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs before and after for an example input; None where it
             was not run, or the outputs cannot be compared.
+        difference (float | None): The largest difference between what the model computes and what it should, relative
+            to the largest entry, for changes that are proven so; None for others.
     """
 
     layers: Tuple[LayerChange, ...]
@@ -222,6 +224,7 @@ class Change:
     parameters_after: int
     replaced: Dict[nn.Parameter, Successor] = field(default_factory=dict)
     drift: Optional[float] = None
+    difference: Optional[float] = None
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -232,6 +235,7 @@ class Change:
             counts = f'{layer.parameters_before:,} → {layer.parameters_after:,}'
             report = '' if layer.report is None else str(layer.report)
             rows.append([layer.name, layer.before, layer.after, counts, report])
-        drift = '' if self.drift is None else f'drift {self.drift:.2g}'
-        rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', drift])
+        known = {'drift': self.drift, 'difference': self.difference}
+        figures = ', '.join(f'{name} {value:.2g}' for name, value in known.items() if value is not None)
+        rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', figures])
         return table(rows)

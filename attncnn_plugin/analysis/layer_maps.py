@@ -19,9 +19,9 @@ from ..attention import AttentionLayer
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..heads.choice import Layers, chosen_by
+from ..heads.found import BLOCK
 from ..heads.places import Places
 from ..pruning.criteria import relative_entropy_of_maps
-from ..pruning.prune import BLOCK
 from .recorder import Call, attention_layers, no_attention, observe
 
 BATCH_SIZE = 4  # images in a pass

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..attention.heads import PrunableHeads
 from ..heads.choice import module_in
+from ..heads.found import Heads
 from ..heads.places import Places
 from ..heads.seen import watching
 from ..pruning.criteria import ObservedAttention
-from ..pruning.prune import Heads
 from .layer_maps import few_images
 
 

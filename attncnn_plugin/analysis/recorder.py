@@ -16,12 +16,11 @@ from ..attention.patches import PatchAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import shown
 from ..heads.choice import Layers, chosen_by
+from ..heads.found import Call, called
 from ..heads.places import Places, cells, flat
-from ..heads.seen import Attention, FunctionsSeen, Visit, watching
-from ..pruning.prune import split_heads
+from ..heads.seen import AnyAttention, Attention, FunctionsSeen, OwnAttention, Visit, watching
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
-Call = Optional[Callable[[nn.Module, Any], Any]]
 
 
 def attention_maps(
@@ -149,24 +148,6 @@ class AttentionRecorder:
                     'token, or give a function, such as lambda probs: probs.mean(2), the mean over queries'
                 )
             own[name] = rows[token]
-
-
-def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
-    """Runs a model on inputs, on its device and in its dtype."""
-    if isinstance(inputs, Tensor) and not inputs.numel():
-        raise ValueError(f'inputs={shown(inputs)} are none, but at least one is needed')
-    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-
-    def brought(own: Any) -> Any:
-        if not isinstance(own, Tensor) or like is None:
-            return own
-        return own.to(like.device, like.dtype if own.is_floating_point() else None)
-
-    if call is not None:
-        return call(model, inputs)
-    if isinstance(inputs, Mapping):
-        return model(**{name: brought(own) for name, own in inputs.items()})
-    return model(brought(inputs))
 
 
 @torch.no_grad()
@@ -442,27 +423,25 @@ def _weighted_by_gradients(
     changes: Dict[str, Tuple[Attention, Tensor]] = {}
     own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     own_inputs: Dict[str, Tensor] = {}
-    own_outputs: Dict[str, Tensor] = {}
+    own_outputs: Dict[str, Tuple[OwnAttention, Tensor]] = {}
     read: List[Optional[float]] = []
 
-    def touch(attention: Attention, output: Tensor) -> Tensor:
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
+        if isinstance(attention, OwnAttention):
+            output = output if output.requires_grad else output.detach().requires_grad_()
+            own_outputs[attention.name] = attention, output
+            return output
         sizes = [attention.sizes[label] for label in attention.batch]
         assert attention.probs is not None
         change = torch.zeros_like(attention.probs.expand(*sizes, *attention.probs.shape[-2:]), dtype=output.dtype)
         changes[attention.name] = attention, change.requires_grad_()
         return output + attention.product(change)
 
-    def see_heads(name: str, output: nn.Module, args: Any) -> Tensor:
-        own_outputs[name] = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
-        return own_outputs[name]
-
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         for name, layer in own_layers.items():
             see = lambda module, args, name=name: own_inputs.update({name: args[0]})  # noqa: E731
             stack.enter_context(layer.register_forward_pre_hook(see))
-            output_of = lambda module, args, name=name: see_heads(name, module, args)  # noqa: E731
-            stack.enter_context(layer.output.register_forward_pre_hook(output_of))
         visit = lambda name, probs, places: maps.update({name: (probs, places)})  # noqa: E731
         end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
         stack.enter_context(evaluating(model))
@@ -479,7 +458,7 @@ def _weighted_by_gradients(
                 f'target={shown(target)} must be a class from 0 to {logits.shape[1] - 1}, or one for each image'
             )
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
-        seen = [change for _, change in changes.values()] + list(own_outputs.values())
+        seen = [own for _, own in (*changes.values(), *own_outputs.values())]
         if not seen:
             raise no_attention(model)
         gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
@@ -490,7 +469,7 @@ def _weighted_by_gradients(
             of_probs = changes[name][0].by_heads(gradient)
         elif gradient is not None and probs.shape[1]:
             layer = own_layers[name]
-            of_heads = [own.flatten(1, -2) for own in split_heads(layer, gradient)]
+            of_heads = own_outputs[name][0].of_heads(gradient)
             values = _values(name, layer, own_inputs[name])
             of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
         else:  # it does not reach the logits, or has no heads

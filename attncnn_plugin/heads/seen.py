@@ -8,7 +8,7 @@ import math
 import threading
 import types
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,17 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..attention import AttentionLayer
+from ..attention.content_images import ContentImageAttention
+from ..attention.heads import PrunableHeads
+from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.neighbourhoods import join_tiles
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.state_dicts import HOOKS
 from .kernels import dot_products, shown_to_modes
 from .places import Followed, Places, axes_of, first_of, flat, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
-Touch = Callable[['Attention', Tensor], Tensor]
+Touch = Callable[['AnyAttention', Tensor], Tensor]
 # A part of an axis: the label of the axis, the size of the part, and how many entries lie between two of the part.
 Part = Tuple[str, int, int]
 
@@ -70,8 +74,8 @@ def watching(
             places. Further attention of a module in one forward pass of the model has ``#2``, ``#3``, … after the
             name. Windows are further images in B, as they are computed. Defaults to None: no probabilities.
         wanted (Callable): Says of a name whether attention is visited or touched. Defaults to all.
-        touch (Callable, optional): ``touch(attention, output)`` returns what takes the place of the output of an
-            :class:`Attention`, but for layers of this package. Defaults to None.
+        touch (Callable, optional): ``touch(attention, output)`` returns what takes the place of the outputs of all
+            heads, of an :class:`Attention`, or :class:`OwnAttention` of this package. Defaults to None.
         end (Callable): ``end(functions, output)`` is called after a forward pass of the model, or of a part by itself.
 
     Yields:
@@ -107,9 +111,14 @@ class Watch(threading.local):
         self.running: List[Tuple[nn.Module, Optional[str]]] = []
         self.functions: Optional[FunctionsSeen] = None
         self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
+        self.own: Dict[nn.Module, OwnAttention] = {}  # by the maps of their outputs
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Notes that a module begins to run."""
+    def enter(self, module: nn.Module, args: Any) -> Any:
+        """Notes that a module begins to run; returns what the map of a layer of this package gets instead."""
+        own = self.own.pop(module, None)
+        if own is not None and self.touch is not None:
+            self.running.append((module, None))
+            return (self.touch(own, args[0]),)
         if not self.running and getattr(module, '_is_replica', False) and type(module) is type(self.model):
             self.names = {own: name for name, own in module.named_modules()}  # a copy by nn.DataParallel
             self.model = module
@@ -118,7 +127,7 @@ class Watch(threading.local):
             self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
         if self.native is not None or not self.running and (name is None or in_backward()):
-            return
+            return None
         if self.functions is None:
             self.functions = FunctionsSeen(self, whole=module is self.model)
             self.functions.__enter__()
@@ -128,16 +137,19 @@ class Watch(threading.local):
             name = self.running[-1][1] if is_function(module) else None
         self.running.append((module, name))
         if name is None:
-            return
+            return None
         if isinstance(module, AttentionLayer):
             self.running[-1] = module, None
             name = self.functions.numbered(name)
             if self.visit is not None and self.wanted(name):
                 places = places_of_grid(len(args[0]), module.grid_of(args[0]), module.window)
                 self.visit(name, module.probs_of(args[0]), places)
+            if self.touch is not None and isinstance(module, PrunableHeads) and module.num_heads and self.wanted(name):
+                self.own[module.output] = OwnAttention(name, module, args[0].shape)
         elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
             self.native = module
             self.functions.__exit__(None, None, None)
+        return None
 
     def leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         """Notes that a module has run, or, without keyword arguments, has failed."""
@@ -223,12 +235,27 @@ class Attention:
         tensor = output.permute(*axes, *(axis for axis in range(output.ndim) if axis not in axes))
         return tensor.reshape(*tensor.shape[: len(self.batch)], -1, tensor.shape[-1])
 
-    def where(self, head: int, value: Tensor, output: Tensor) -> Tensor:
-        """Returns an output with that of one head replaced by a value, ``(d,)``."""
+    @property
+    def num_heads(self) -> int:
+        """Number of heads N_h."""
+        sizes = [self.sizes[label] for label in self.batch]
+        return self.by_heads(torch.empty(sizes, device='meta')).shape[1]
+
+    def of_heads(self, output: Tensor) -> Sequence[Tensor]:
+        """Returns the output of each head, ``(B, Q, d)``."""
+        return self.by_heads(self.in_order(output)).unbind(1)
+
+    @property
+    def is_query(self) -> Optional[Tensor]:
+        """Which queries are no padding, ``(B, Q)``; None for all."""
+        return None if self.numbers[0] is None else self.by_heads(self.of_batch(self.numbers[0], 1) != 0)[:, 0]
+
+    def where(self, heads: Sequence[int], value: Tensor, output: Tensor) -> Tensor:
+        """Returns an output with that of some heads replaced by a value, ``(d,)``, or ``(1,)`` for all channels."""
         sizes = [self.sizes[label] for label in self.batch]
         index = self.by_heads(torch.arange(math.prod(sizes), device=output.device).view(sizes))
         chosen = torch.zeros(math.prod(sizes), dtype=torch.bool, device=output.device)
-        chosen[index[:, head]] = True
+        chosen[index[:, list(heads)]] = True
         order = [self.batch.index(label) for label in self.labels if label in self.batch]
         of_batch = [self.sizes[label] if label in self.batch else 1 for label in self.labels]
         of_value = [len(value) if label == 'd' else 1 for label in self.labels]
@@ -239,6 +266,48 @@ class Attention:
     def places(self) -> Places:
         """The places of its queries and keys."""
         return Places(*(None if own is None else self.by_heads(own)[:, 0] for own in self.numbers))
+
+
+class OwnAttention:
+    """Attention of this package that runs: its heads are told apart at the map of their outputs.
+
+    Attributes:
+        name (str): Its name.
+        owner (PrunableHeads): The layer.
+        size (tuple[int, ...]): Height and width of the grid of tokens, or of the image.
+    """
+
+    heads: Any = None  # of :class:`Attention`
+    is_query = None
+
+    def __init__(self, name: str, owner: PrunableHeads, shape: Sequence[int]) -> None:
+        self.name, self.owner = name, owner
+        is_image = isinstance(owner, ImageAttention)
+        self.size = tuple(shape[-owner.window.ndim :] if is_image else shape[1:-1])
+
+    def of_heads(self, output: Tensor) -> Sequence[Tensor]:
+        """Returns the output of each head, ``(B, Q, D_h)``."""
+        layer = self.owner
+        if not isinstance(layer.output, GroupedLinear):
+            return [output[..., layer.output_entries([head])].flatten(1, -2) for head in range(layer.num_heads)]
+        tiles = layer.tiles(self.size) if isinstance(layer, ContentImageAttention) else None
+        if tiles is not None:  # without queries that fill up the last tile
+            joined = join_tiles(output.transpose(-3, -2).flatten(-2), tiles).flatten(2).mT
+            return joined.unflatten(-1, (layer.num_heads, -1)).unbind(-2)
+        return output.unbind(-3)  # (…, N_h, Q, C)
+
+    def where(self, heads: Sequence[int], value: Tensor, output: Tensor) -> Tensor:
+        """Returns the outputs of all heads with those of some replaced by a value, ``(D_h,)`` or ``(1,)``."""
+        replaced = output.clone()
+        for head in heads:
+            if isinstance(self.owner.output, GroupedLinear):
+                replaced[..., head, :, :] = value.to(output)
+            else:
+                replaced[..., self.owner.output_entries([head])] = value.to(output)
+        return replaced
+
+
+AnyAttention = Union[Attention, OwnAttention]
 
 
 class FunctionsSeen(TorchFunctionMode):

@@ -3,6 +3,7 @@
 Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant ones those of Michel et al. 2019.
 """
 
+from ..heads.found import masked_heads
 from .ablation import HeadAblation, head_ablation
 from .criteria import find_degenerate_heads
 from .importance import head_costs, head_importance, least_important
@@ -16,6 +17,7 @@ __all__ = [
     'head_costs',
     'head_importance',
     'least_important',
+    'masked_heads',
     'prunable_heads',
     'prune_heads',
     'replace_parameters',

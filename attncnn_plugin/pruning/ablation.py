@@ -1,20 +1,18 @@
 """What a model loses without a head: its loss and accuracy, measured (Michel et al. 2019, 3.2 and Table 1)."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.images import GroupedLinear
 from ..change import table
 from ..heads.choice import Layers, chosen_by
-from ..heads.seen import Attention, FunctionsSeen, watching
-from .importance import Loss, called_once, check_finite, head_importance, loss_and_right, own_layers
-from .prune import Heads, head_means
+from ..heads.seen import watching
+from .importance import Loss, called_once, check_finite, head_importance, loss_and_right
+from .means import head_means
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,29 +91,17 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss, layers: 
     batches, wanted = list(batches), chosen_by(layers)
     if not batches:
         raise ValueError('batches are none, but at least one is needed; an iterator that was used up has none either')
-    own = {name: layer for name, layer in own_layers(model).items() if layer.num_heads and wanted(name)}
-    seen = SeenMeans()
     with evaluating(model):
-        watched = watching(model, wanted=wanted, touch=seen.touch, end=seen.end)
-        with head_means(list(own.values())) as of_own, watched:
+        with head_means(model, wanted) as means:
             whole, accuracy = measured(model, batches, loss)
         importance = head_importance(model, batches, loss, normalize=False, layers=layers)
-        means = dict(zip(own, of_own))
         changes: Dict[str, Dict[str, Tensor]] = {}
         for name, heads in importance.items():
             for kind in ('mean', 'zero'):
                 found = torch.zeros(2, len(heads), dtype=torch.float64)
                 for head in range(len(heads)):
-                    with ExitStack() as stack:
-                        if name in own:
-                            value = means[name].mean if kind == 'mean' else torch.zeros_like(means[name].mean)
-                            stack.enter_context(own[name].output_called())
-                            replace = partial(_replaced, own[name], head, value)
-                            stack.enter_context(own[name].output.register_forward_pre_hook(replace))
-                        else:
-                            touch = partial(seen.replace, head, kind == 'zero')
-                            same = lambda other, name=name: other.partition('#')[0] == name  # noqa: E731
-                            stack.enter_context(watching(model, wanted=same, touch=touch))
+                    touch = partial(means[name].replace, head, kind == 'zero')
+                    with watching(model, wanted=chosen_by([name]), touch=touch):
                         without, right = measured(model, batches, loss)
                     found[0, head] = without - whole
                     if accuracy is not None and right is not None:
@@ -125,46 +111,6 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss, layers: 
                 if accuracy is not None:
                     of_accuracy[name] = found[1]
     return HeadAblation(whole, accuracy, importance=importance, **changes)
-
-
-class SeenMeans:
-    """The mean outputs of the heads of attention that is seen, over queries and images, without padding.
-
-    Attributes:
-        heads (dict[str, Any]): By name, which parts of the axes are heads.
-        total (dict[str, Tensor]): By name, their sums, ``(N_h, d)`` in float64.
-        count (dict[str, Tensor]): By name, the numbers of queries, ``(N_h, 1)``.
-    """
-
-    def __init__(self) -> None:
-        self.heads: Dict[str, Any] = {}
-        self.total: Dict[str, Tensor] = {}
-        self.count: Dict[str, Tensor] = {}
-        self._open: List[Tuple[Attention, Tensor, Tensor]] = []
-
-    def touch(self, attention: Attention, output: Tensor) -> Tensor:
-        """Notes an output."""
-        y = attention.in_order(output.detach()).double()
-        counts = torch.ones_like(y[..., :1])
-        if attention.numbers[0] is not None:
-            counts = (attention.of_batch(attention.numbers[0], 1) != 0).double()[..., None]
-        self._open.append((attention, (y * counts).sum(-2), counts.sum(-2)))
-        return output
-
-    def end(self, functions: FunctionsSeen, output: Any) -> None:
-        """Adds what was noted in a forward pass, after which it is known which axes are heads."""
-        for attention, total, count in self._open:
-            name = attention.name.partition('#')[0]
-            self.heads[attention.name] = attention.heads
-            self.total[name] = self.total.get(name, 0) + attention.by_heads(total).sum(0)
-            self.count[name] = self.count.get(name, 0) + attention.by_heads(count).sum(0)
-        self._open = []
-
-    def replace(self, head: int, by_zero: bool, attention: Attention, output: Tensor) -> Tensor:
-        """Returns an output with that of one head at its mean, or at zero."""
-        attention.heads, name = self.heads[attention.name], attention.name.partition('#')[0]
-        mean = (self.total[name] / self.count[name].clamp(min=1))[head]
-        return attention.where(head, torch.zeros_like(mean) if by_zero else mean, output)
 
 
 @torch.no_grad()
@@ -183,15 +129,3 @@ def measured(model: nn.Module, batches: Sequence[Any], loss: Loss) -> Tuple[floa
         total, images = total + mean.item() * counted[0], images + counted[0]
         right += [] if own is None else [own]
     return total / images, sum(right) / images if len(right) == len(batches) else None
-
-
-def _replaced(layer: Heads, head: int, value: Tensor, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
-    """Returns the outputs of all heads with those of one replaced by a value, ``(Σ D_h,)`` of all heads."""
-    (heads,) = args
-    chosen = torch.zeros_like(value, dtype=torch.bool)
-    if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
-        chosen, value = (of_heads.view(layer.num_heads, 1, -1) for of_heads in (chosen, value))
-        chosen[head] = True
-    else:
-        chosen[layer.output_entries([head])] = True
-    return torch.where(chosen, value.to(heads.dtype), heads)

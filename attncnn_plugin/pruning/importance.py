@@ -7,7 +7,6 @@ important heads go is said by a threshold, by a number to keep, or by a share of
 
 import itertools
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -22,9 +21,8 @@ from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..change import held_by
 from ..heads.choice import Layers, chosen_by
-from ..heads.seen import Attention, watching
-from ..transformers.vision_transformer import part_of
-from .prune import prunable_heads, split_heads
+from ..heads.found import seen_heads
+from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 AMOUNTS = {
@@ -87,37 +85,24 @@ def add_gradients(
 
     Arguments and errors: see :func:`head_importance`. ``wanted`` says of a name whether the attention counts.
     """
-    outputs: List[Tuple[str, Tensor, Callable[[Tensor], Tensor]]] = []
+    outputs: List[Tuple[AnyAttention, Tensor]] = []
 
-    def keep(name: str, output: Tensor, by_heads: Callable[[Tensor], Tensor]) -> Tensor:
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         output = output if output.requires_grad else output.detach().requires_grad_()  # nothing before it is trained
-        outputs.append((name, output, by_heads))
+        outputs.append((attention, output))
         return output
 
-    def touch(attention: Attention, output: Tensor) -> Tensor:
-        return keep(attention.name, output, lambda y: attention.by_heads(attention.in_order(y).sum((-2, -1))))
-
-    def see(name: str, layer: PrunableHeads, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
-        def by_heads(y: Tensor) -> Tensor:
-            return torch.stack([own.flatten(1).sum(1) for own in split_heads(layer, y)], 1)
-
-        return keep(name, args[0], by_heads)
-
-    own = {name: layer for name, layer in own_layers(model).items() if layer.num_heads and wanted(name)}
-    with called_once(model) as images, ExitStack() as stack:
-        stack.enter_context(watching(model, wanted=wanted, touch=touch))
-        for name, layer in own.items():
-            stack.enter_context(layer.output_called())
-            stack.enter_context(layer.output.register_forward_pre_hook(partial(see, name, layer)))
+    with called_once(model) as images, watching(model, wanted=wanted, touch=touch):
         value, _ = loss_and_right(loss(model, batch))
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
         seen = list(outputs)
-        found = torch.autograd.grad(value, [y for _, y, _ in seen], allow_unused=True) if seen else ()
+        found = torch.autograd.grad(value, [y for _, y in seen], allow_unused=True) if seen else ()
     of_calls: Dict[str, List[Tensor]] = {}
-    for (name, y, by_heads), gradient in zip(seen, found):
-        calls = of_calls.setdefault(name.partition('#')[0], [])
+    for (attention, y), gradient in zip(seen, found):
+        calls = of_calls.setdefault(attention.name.partition('#')[0], [])
         if gradient is not None:
-            calls.append(by_heads(y.detach().double() * gradient.double()))  # ∂L/∂ξ = Σ y ∂L/∂y
+            of_heads = attention.of_heads(y.detach().double() * gradient.double())
+            calls.append(torch.stack([own.flatten(1).sum(1) for own in of_heads], 1))  # ∂L/∂ξ = Σ y ∂L/∂y
     for name, calls in of_calls.items():
         if not calls:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')
@@ -192,11 +177,6 @@ def check_finite(loss: Tensor, number: int) -> None:
         )
 
 
-def own_layers(model: nn.Module) -> Dict[str, PrunableHeads]:
-    """Returns the attention of this package in a model, whose heads can be told apart at the map of their outputs."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
-
-
 @contextmanager
 def called_once(model: nn.Module) -> Iterator[List[int]]:
     """Yields a list that gets the number of images of the model's call; refuses all but one call."""
@@ -251,7 +231,8 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         >>> costs['blocks.0.attn'][0].item() == tokens * width * (4 * 192 + 2 * tokens)
         True
     """
-    layers, counter = prunable_heads(model), FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False)
+    layers = seen_heads(model, run)
     flops = dict.fromkeys(layers, 0)
 
     def count(name: str, sign: int) -> None:
@@ -261,18 +242,21 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         for parameter in [own for own in model.parameters() if own.requires_grad]:
             stack.callback(parameter.requires_grad_)
             parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
-        for name, layer in layers.items():
-            module: Any = getattr(layer, 'called', layer)
+        for name in layers:
+            module = model.get_submodule(name)
             stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
             stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
         with counter, plain_products():
             run()
     costs = {}
     for name, layer in layers.items():
-        module, weights = model.get_submodule(name), torch.zeros(layer.num_heads, dtype=torch.float64)
-        for head in range(layer.num_heads):
-            for part, (dim, index) in layer.head_entries([head]).items():
-                weights[head] += len(index) * part_of(module, part).select(dim, 0).numel()
+        weights = torch.ones(layer.num_heads, dtype=torch.float64)
+        if isinstance(layer, PrunableHeads):  # some have heads of other widths
+            for head in range(layer.num_heads):
+                entries = layer.head_entries([head]).items()
+                weights[head] = sum(
+                    len(index) * layer.get_parameter(part).select(dim, 0).numel() for part, (dim, index) in entries
+                )
         costs[name] = flops[name] / 2 * weights / weights.sum()
     return counter.get_total_flops() // 2, costs
 

@@ -1,57 +1,56 @@
-"""Heads removed from any model: of this package's attention, and of other libraries' vision transformers.
+"""Heads removed from any model, with a proof: what is left computes what the model did with their outputs at zero."""
 
-A bias takes what a head adds on average (Cordonnier et al. 2020 (C20), appendix E).
-"""
-
-import copy
-import math
-import re
-from contextlib import ExitStack, contextmanager
-from numbers import Integral
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from contextlib import ExitStack, nullcontext, suppress
+from itertools import islice
+from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ..attention.content_images import ContentImageAttention
-from ..attention.heads import PrunableHeads
-from ..attention.images import GroupedLinear, ImageAttention
-from ..attention.neighbourhoods import AxisTiles, join_tiles
-from ..attention.tokens import GridAttention
+from ..attention.evaluation_mode import evaluating
+from ..attention.heads import PrunableHeads, keep_entries, not_alone
 from ..change import (
     Change,
     LayerChange,
     Successor,
     all_or_nothing,
     check_not_distributed,
+    held_by,
+    is_plain,
     number_of_parameters,
     within,
 )
-from ..convert.models import in_words
-from ..heads.choice import module_in
-from ..transformers.adapters import Windows, numbers_in_windows, unknown_class
-from ..transformers.relative_tables import SHARED_BIASES
-from ..transformers.transformer_heads import TransformerHeads, transformer_heads
-from ..transformers.vision_transformer import part_of
+from ..heads.found import (
+    Call,
+    FoundHeads,
+    Heads,
+    Run,
+    called,
+    find_entries,
+    layer_names,
+    masking,
+    same_numbers,
+    seen_heads,
+)
+from ..heads.seen import AnyAttention, watching
+from ..heads.sizes import WAYS, Shapes, number_of_heads, record_of, set_sizes, shapes_of, write_record
+from ..transformers.start import random_images
+from ..transformers.vision_transformer import find_transformer
 
-Heads = Union[PrunableHeads, TransformerHeads]
-
-# Parts of a vision transformer that hold something for the heads of all its layers: biases, and rotations.
-SHARED = (*SHARED_BIASES, 'rope')
-# The number of a block in the name of its attention: timm's blocks.0., mmpretrain's layers.0., Hugging Face's layer.0.
-# and torchvision's layers.encoder_layer_0.
-BLOCK = r'(?:^|\.)(?:blocks|layers?)\.(?:encoder_layer_)?({})(?:\.|$)'
+Computed = Dict[str, List[Tensor]]
 
 
-def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
-    """Returns the attention of a model whose heads can be removed, by the names of ``model.named_modules()``.
+def prunable_heads(model: nn.Module, inputs: Any = None, call: Call = None) -> Dict[str, Heads]:
+    """Returns the attention of a model, by the names of the modules in which it runs.
 
     Args:
         model (nn.Module): Any model.
+        inputs (Any, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to None: layers of this package,
+            or, where there are none, the attention of the vision transformer in the model.
+        call (Callable, optional): As there.
 
     Returns:
-        dict[str, PrunableHeads | TransformerHeads]: With ``num_heads`` and ``prune_heads(heads)``. Attention in which
-        heads share something is among it; ``prune_heads`` refuses it.
+        dict[str, PrunableHeads | FoundHeads]: With their ``num_heads``.
 
     Examples:
         >>> import timm
@@ -59,51 +58,65 @@ def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
         >>> {name: layer.num_heads for name, layer in prunable_heads(model).items()}
         {'blocks.0.attn': 3, 'blocks.1.attn': 3}
     """
-    found: Dict[str, Heads] = {}
-    for name, module in model.named_modules():
-        heads = module if isinstance(module, PrunableHeads) else transformer_heads(module)
-        if heads is not None:
-            found[name] = heads
-        if isinstance(heads, TransformerHeads):
-            parent = model.get_submodule(name.rpartition('.')[0])
-            if parent is not module and type(parent).__module__ == type(module).__module__:
-                heads.block = parent  # of the same library, which knows its windows
-    return found
+    own: Dict[str, Heads] = dict(own_heads(model))
+    return own if own and inputs is None else {**own, **seen_heads(model, example_run(model, inputs, call))}
 
 
-def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], allow_empty: bool = False) -> Change:
+def example_run(model: nn.Module, inputs: Any = None, call: Call = None) -> Run:
+    """Returns a function that runs a model on inputs, or the vision transformer in it on an image."""
+    if inputs is not None:
+        return lambda: called(model, inputs, call)
+    try:
+        network = find_transformer(model)
+    except ValueError as error:
+        raise ValueError(f'what a {type(model).__name__} takes is unknown: give inputs, such as some images') from error
+    images = random_images(network)[:1]
+    return lambda: network.module(images)
+
+
+def prune_heads(
+    model: nn.Module,
+    heads: Mapping[Union[str, int], Sequence[int]],
+    inputs: Any = None,
+    allow_empty: bool = False,
+    call: Call = None,
+) -> Change:
     """Removes heads of a model, in place; it computes what it did with their outputs at zero.
 
-    The model is one with attention of this package, or a vision transformer of another library: ViT, DeiT, BEiT,
-    EVA, DINOv3, ``vit_relpos_*`` and Swin. Linear maps to and from the heads shrink, tables of relative positions lose
-    their columns, and the fused kernels stay. A state dict carries the number of heads. Networks of this package take
-    it as they load it; models of other libraries take it by :func:`attncnn_plugin.follow_state_dict`.
+    The model is any with softmax attention that runs as it was written, whatever its class. Which entries of which
+    parameter belong to a head is found by gradients. They are cut out, the model runs, and its outputs, those of the
+    layers and of the heads that are left are compared with those of the whole model with a mask. Where they differ,
+    nothing has changed. Linear maps to and from the heads shrink, tables of relative positions lose their columns, and
+    the fused kernels stay. A state dict carries the structure: networks of this package take it as they load it, all
+    others by :func:`attncnn_plugin.follow_state_dict`.
 
     Args:
         model (nn.Module): The model.
         heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads
             to remove, counted among those there are now.
-        allow_empty (bool): Whether all heads of a layer may go, which leaves it the bias of its output. Defaults to
-            False.
+        inputs (Any, optional): What the model takes, as of :func:`attncnn_plugin.attention_maps`. Defaults to None: an
+            image of random numbers, of the size that a vision transformer of timm, mmpretrain, Hugging Face
+            transformers or torchvision says. Layers of this package need none, and are then not compared.
+        allow_empty (bool): Whether all heads of a layer of this package may go, which leaves it the bias of its output.
+            Defaults to False.
+        call (Callable, optional): As there.
 
     Returns:
-        Change: The layers with their heads before and after, and what took the place of each parameter, for
-        :func:`replace_parameters`.
+        Change: The layers with their heads before and after, what took the place of each parameter, for
+        :func:`replace_parameters`, and the largest difference, relative to the largest output.
 
     Raises:
-        TypeError: A model that is wrapped for distributed training; attention whose heads share something, of a class
-            that is unknown, or with weights that something computes, are quantized or of another shape.
-        ValueError: A layer or a head that is not there, all heads of a layer; something that layers share, such as a
-            bias, an encoding of positions or a parameter; or a hook or an attribute of a parameter that may not fit
-            the new one. Nothing is removed after an error.
+        TypeError: A model that is wrapped for distributed training; attention whose heads share something, or cannot
+            be without one; or weights that something computes, or that are quantized.
+        ValueError: A layer or a head that is not there, all heads of a layer; something that layers share; or a hook or
+            an attribute of a parameter that may not fit the new one. Nothing is removed after an error.
 
     Examples:
         >>> import timm
         >>> model = timm.create_model('vit_tiny_patch16_224', depth=2)
-        >>> print(prune_heads(model, {'blocks.0.attn': [0, 2]}))
-        layer          before   after   parameters
-        blocks.0.attn  3 heads  1 head  148,224 → 49,536
-        model                           1,268,776 → 1,170,088
+        >>> change = prune_heads(model, {'blocks.0.attn': [0, 2]})
+        >>> print(change.layers[0].before, change.layers[0].after, change.difference < 1e-5)
+        3 heads 1 head True
         >>> model.blocks[0].attn.qkv
         Linear(in_features=192, out_features=192, bias=True)
         >>> fresh = timm.create_model('vit_tiny_patch16_224', depth=2)
@@ -116,221 +129,200 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         1
     """
     check_not_distributed(model)
-    layers = prunable_heads(model)
-    named = {layer_name(model, layers, key): list(indices) for key, indices in heads.items()}
-    if len(named) < len(heads):
-        raise ValueError(f'heads={dict(heads)} names a layer twice')
-    for name, indices in named.items():
+    layers: Dict[str, Heads] = dict(own_heads(model))
+    run = None
+    if inputs is not None or not _have_names(layers, heads):
+        with suppress(ValueError) if layers and inputs is None else nullcontext():  # another name is wrong then
+            run = example_run(model, inputs, call)
+            layers.update(seen_heads(model, run))
+    named = layer_names(layers, heads)
+    named = {name: layers[name].check_heads(named[name], allow_empty) for name in layers if name in named}
+    named = {name: own for name, own in named.items() if own}
+    if run is not None:
+        find_entries(model, [own for name, own in layers.items() if name in named and isinstance(own, FoundHeads)], run)
+    for name in named:
         check_prunable(model, name, layers[name])
-        named[name] = layers[name].check_heads(indices, allow_empty)
+    numbers, before = {name: layers[name].num_heads for name in named}, number_of_parameters(model)
+    modules = {name: model.get_submodule(getattr(layers[name], 'home', name)) for name in named}
+    sizes = {name: number_of_parameters(module) for name, module in modules.items()}
     replaced: Dict[nn.Parameter, Successor] = {}
-    changes, before = [], number_of_parameters(model)
+    difference = None
+    expected = None if run is None else computed(model, run, layers, named, named)
     with all_or_nothing([model]):
+        left = dict(named)
         for name, layer in layers.items():
-            if named.get(name):
-                module, was = model.get_submodule(name), in_words(layer)
-                of_layer = number_of_parameters(module)
-                replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
-                changes.append(LayerChange(name, was, in_words(layer), of_layer, number_of_parameters(module)))
-    return Change(tuple(changes), before, number_of_parameters(model), replaced)
+            if name in named and isinstance(layer, PrunableHeads):
+                replaced.update(within(name, layer.prune_heads(left.pop(name), allow_empty)))
+        for kind in dict.fromkeys(type(model.get_submodule(name)) for name in left):
+            chosen = [name for name in left if type(model.get_submodule(name)) is kind]
+            of_kind = {name: left.pop(name) for name in chosen}
+            replaced.update(_cut_and_compare(model, run, layers, of_kind, left, named, expected))
+        if run is not None and expected is not None:
+            difference = compare(expected, computed(model, run, layers, {}, named), named)
+    changes = []
+    for name, gone in named.items():
+        words = number_of_heads(numbers[name]), number_of_heads(numbers[name] - len(gone))
+        changes.append(LayerChange(name, *words, sizes[name], number_of_parameters(modules[name])))
+    return Change(tuple(changes), before, number_of_parameters(model), replaced, difference=difference)
 
 
-def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
-    """Returns the name of a layer, where its name or the number of its block is given."""
-    key = module_in(key, layers) or key if isinstance(key, str) else key
-    found = [name for name in layers if name == key or isinstance(key, Integral) and re.search(BLOCK.format(key), name)]
-    named: Any = dict(model.named_modules()).get(str(key))
-    if not found and hasattr(named, 'num_heads'):
-        raise TypeError(f'heads cannot be removed from {key}, which is a {unknown_class(named)}')
-    if len(found) != 1:
-        raise ValueError(
-            f'heads of {key!r} are to be removed, but there are {len(found)} attention layers of that name or block '
-            f'with heads that can be removed: name one of {", ".join(layers) or "none at all"}'
-        )
-    return found[0]
+def own_heads(model: nn.Module) -> Dict[str, PrunableHeads]:
+    """Returns the layers of this package in a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
+
+
+def _have_names(layers: Mapping[str, Heads], heads: Mapping[Union[str, int], Any]) -> bool:
+    """Says whether layers of this package have all of the names."""
+    if not layers:
+        return False
+    try:
+        layer_names(layers, heads)
+    except ValueError:
+        return False
+    return True
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
     """Refuses attention that is not alone with what belongs to its heads.
 
     Raises:
-        ValueError: A bias or an encoding that all layers share, or a parameter that another layer has too.
+        TypeError: No entries of single heads are found, or they are in something else than a plain parameter.
+        ValueError: A parameter that another layer has too.
     """
+    if isinstance(layer, PrunableHeads):
+        entries = [f'{name}.{part}'.lstrip('.') for part in layer.head_parameters()]
+    else:
+        entries = list(layer.owners)
+        near = model.get_submodule(name.rpartition('.')[0])
+        others = [key for key, own in near.named_parameters() if not is_plain(own) or not own.is_floating_point()]
+        if not entries or others and not any(dim for dim, _ in layer.owners.values()):
+            kinds = f' {others[0]} is quantized or sharded: prune before that.' if others else ''
+            raise TypeError(
+                f'heads of {name} cannot be removed: no parameters near it have entries of single heads, so that heads '
+                f'share all of them, or their gradients cannot be computed.{kinds}'
+            )
+        named = dict(model.named_parameters())
+        layout = {key: (dim, len(own)) for key, (dim, own) in layer.owners.items() if key in named}
+        reason = not_alone(model, layout)
+        if reason is not None:
+            raise TypeError(f'heads of {name} cannot be removed: {reason}')
     module = model.get_submodule(name)
+    names: Dict[nn.Parameter, List[str]] = {}
     places = sum(other is module for _, other in model.named_modules(remove_duplicate=False))
-    names: Dict[Any, List[str]] = {}
     for own, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(own)
-    for part in layer.head_parameters() if isinstance(layer, PrunableHeads) else layer.layout:
-        found = names.get(part_of(module, part), [])
-        if len(found) > places:
+    for found in names.values():
+        if len(found) > places and set(found) & set(entries):
             raise ValueError(
                 f'heads of {name} cannot be removed: {" and ".join(found)} are one parameter; give each its own'
             )
-    if isinstance(layer, PrunableHeads):
-        return
-    parts = name.split('.')
-    for number in range(len(parts)):
-        parent: Any = model.get_submodule('.'.join(parts[:number]))
-        for part in SHARED:
-            shared = getattr(parent, part, None)
-            if isinstance(shared, nn.Module) and any(True for _ in shared.parameters()):
-                raise ValueError(
-                    f'heads of {name} cannot be removed: {type(parent).__name__} has {part}, which all layers share '
-                    'and which has parameters for each of the heads; a model where each layer has its own can be pruned'
-                )
 
 
-def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
-    """Returns the part of each head in the outputs of all, ``(…, D_h)``, as the linear map after them takes these."""
-    if isinstance(layer.output, GroupedLinear):  # (…, N_h, Q, C)
-        return list(outputs.unbind(-3))
-    return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
+def _cut_and_compare(
+    model: nn.Module,
+    run: Any,
+    layers: Mapping[str, Heads],
+    gone: Mapping[str, Sequence[int]],
+    left: Mapping[str, Sequence[int]],
+    named: Mapping[str, Sequence[int]],
+    expected: Any,
+) -> Dict[nn.Parameter, Successor]:
+    """Cuts heads of layers of one kind out, and finds the way in which their modules can do with fewer.
 
-
-class HeadMeans:
-    """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
-
-    Attributes:
-        total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
-        count (Tensor): The number of queries, a scalar in float64.
-        size (tuple[int, ...] | None): Height and width of the last grid of tokens, or of the last image; None before
-            the first, and for a vision transformer of another library.
+    Args:
+        gone (Mapping[str, Sequence[int]]): The heads of these layers.
+        left (Mapping[str, Sequence[int]]): Those of layers whose turn comes later, which a mask hides.
+        named (Mapping[str, Sequence[int]]): All heads that go.
+        expected (dict[str, list[Tensor]]): What the model computes with a mask for all of them.
     """
-
-    def __init__(self, layer: Heads) -> None:
-        weight: Any = layer.output.weight
-        width = weight.shape[1] * getattr(layer.output, 'groups', 1)
-        self.total = torch.zeros(width, dtype=torch.float64, device=weight.device)
-        self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
-        self.size: Optional[Tuple[int, ...]] = None
-        self.tiles: Optional[List[AxisTiles]] = None
-        self.windows: Callable[[], Optional[Windows]] = lambda: None  # how the module around cuts its input
-
-    def add(self, output: nn.Module, args: Tuple[Tensor]) -> None:
-        """Adds the outputs of all heads that the linear map gets."""
-        (heads,) = args
-        if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
-            heads = heads.transpose(-3, -2).flatten(-2)
-        heads = heads.detach()
-        if self.tiles is not None:  # without queries that fill up the last tile
-            heads = join_tiles(heads, self.tiles).flatten(2).mT
-        windows = self.windows()
-        if windows is not None:  # without the padding of windows
-            in_grid = numbers_in_windows(*windows) < math.prod(windows[0])
-            heads = heads.unflatten(0, (-1, len(in_grid)))[:, in_grid.to(heads.device)]
-        heads = heads.flatten(0, -2)
-        self.total += heads.double().sum(0)
-        self.count += len(heads)
-
-    def see(self, layer: nn.Module, args: Tuple[Tensor, ...]) -> None:
-        """Keeps the size of the layer's input, tokens ``(B, H, W, D)`` or an image ``(B, C, H, W)``."""
-        shape = args[0].shape
-        self.size = tuple(shape[-layer.window.ndim :] if isinstance(layer, ImageAttention) else shape[1:3])
-        self.tiles = layer.tiles(self.size) if isinstance(layer, ContentImageAttention) else None
-
-    @property
-    def mean(self) -> Tensor:
-        """Returns the mean output of all heads, ``(Σ D_h,)``."""
-        return self.total / self.count
+    replaced: Dict[nn.Parameter, Successor] = {}
+    shapes: Dict[str, Shapes] = {}
+    homes: Dict[str, Any] = {}
+    for name, heads in gone.items():
+        layer: Any = layers[name]
+        homes[name] = home = model.get_submodule(layer.home)
+        before, kept = shapes_of(home), layer.kept(heads)
+        buffers = {key: own for key, own in model.named_buffers() if key in kept}
+        replaced.update(keep_entries(model, {key: own for key, own in kept.items() if key not in buffers}))
+        for key, buffer in buffers.items():
+            path, _, leaf = key.rpartition('.')
+            setattr(model.get_submodule(path), leaf, buffer.index_select(*kept[key]))
+        after = shapes_of(home)
+        shapes[name] = {key: (size, after[key]) for key, size in before.items() if size != after[key]}
+    failed: List[str] = []
+    records = [record_of(home) or (layers[name].num_heads, 0, 0) for name, home in homes.items()]
+    for way in [way for way in WAYS if all(way & before == before for _, _, before in records)]:
+        try:
+            with all_or_nothing(homes.values()):
+                for (name, home), (built, *_) in zip(homes.items(), records):
+                    number = layers[name].num_heads - len(gone[name])
+                    set_sizes(home, shapes[name], built, layers[name].num_heads, number, way)
+                    write_record(home, built, number, way)
+                compare(expected, computed(model, run, layers, left, named), named)
+            return replaced
+        except Exception as error:  # whatever a forward pass raises for sizes that do not fit
+            failed.append(f'{type(error).__name__}: {error}')
+    names = ', '.join(gone)
+    raise TypeError(
+        f'heads of {names} cannot be removed: a {type(model.get_submodule(next(iter(gone)))).__name__} cannot run with '
+        f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))})'
+    )
 
 
-@contextmanager
-def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
-    """Collects the mean outputs of the heads of some :func:`prunable_heads` while the model runs; yields one for each.
+def computed(
+    model: nn.Module,
+    run: Run,
+    layers: Mapping[str, Heads],
+    masked: Mapping[str, Sequence[int]],
+    named: Mapping[str, Sequence[int]],
+) -> Computed:
+    """Returns what a model computes with some heads masked: its output, those of layers, and those of their heads."""
+    found: Computed = {}
+    seen: List[Tuple[AnyAttention, Tensor]] = []
 
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> with head_means([layer]) as (means,):
-        ...     outputs = layer(torch.randn(2, 5, 6, 8))
-        >>> means.mean.shape, means.size
-        (torch.Size([24]), (5, 6))
-    """
-    means = [HeadMeans(layer) for layer in layers]
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
-        for layer, own in zip(layers, means):
-            stack.enter_context(layer.output_called())
-            stack.enter_context(layer.output.register_forward_pre_hook(own.add))
-            if isinstance(layer, PrunableHeads):
-                stack.enter_context(layer.register_forward_pre_hook(own.see))
-            else:
-                own.windows = stack.enter_context(layer.windows_seen())
-        yield means
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
+        if attention.name.partition('#')[0] in named:
+            seen.append((attention, output))
+        return output
+
+    def note(key: str, output: Any) -> None:
+        tensors = (own for _, _, own, _ in held_by(output) if isinstance(own, Tensor) and own.is_floating_point())
+        found.setdefault(key, []).extend(islice(tensors, 1))
+
+    with evaluating(model), same_numbers(), torch.no_grad(), ExitStack() as stack:
+        for name in named:
+            home = model.get_submodule(getattr(layers[name], 'home', name))
+            see = lambda module, args, output, name=name: note(f'the output of {name}', output)  # noqa: E731
+            stack.enter_context(home.register_forward_hook(see))
+        stack.enter_context(masking(model, layers, masked))
+        stack.enter_context(watching(model, touch=touch))
+        note('the output', run())
+    for attention, output in seen:
+        found[f'heads of {attention.name}'] = list(attention.of_heads(output))
+    return found
 
 
-@torch.no_grad()
-def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
-    """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
-
-    A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
-    ``mean`` are the mean outputs of all heads, ``(Σ D_h,)``.
+def compare(expected: Computed, found: Computed, gone: Mapping[str, Sequence[int]]) -> float:
+    """Returns the largest difference between what two models computed, relative to the largest entry of each.
 
     Raises:
-        ValueError: The layer has no bias; the mean is not finite, as that of no images.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> layer.encoding.sqrt_precision.data[1] = 0  # uniform attention
-        >>> image = torch.randn(1, 5, 6, 8)
-        >>> with head_means([layer]) as (means,):
-        ...     expected = layer(image)
-        >>> fold_into_bias(layer, [1], means.mean)
-        >>> _ = layer.prune_heads([1])
-        >>> torch.allclose(layer(image), expected, atol=1e-5)
-        True
+        ValueError: It is larger than rounding errors.
     """
-    output: Any = layer.output
-    if output.bias is None:
-        raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
-    if not heads:
-        return
-    if not mean.isfinite().all():
-        raise ValueError(
-            'the mean output of the heads is not finite: the model ran on no images, or on some for which it is not'
-        )
-    of_heads = torch.zeros_like(mean)
-    exact = copy.deepcopy(output).to(mean.dtype)
-    if isinstance(output, GroupedLinear):
-        of_heads = of_heads.view(layer.num_heads, 1, -1)  # (N_h, Q = 1, C)
-        of_heads[list(heads)] = mean.view_as(of_heads)[list(heads)]
-    else:
-        columns = layer.output_entries(heads)
-        of_heads[columns] = mean[columns]
-    output.bias.add_((exact(of_heads).flatten() - exact.bias).to(output.bias))
-
-
-def takes_duplicates(layer: Heads) -> bool:
-    """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
-    return isinstance(layer, (ImageAttention, GridAttention))
-
-
-@torch.no_grad()
-def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
-    """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
-
-    Raises:
-        ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> for parameter in layer.encoding.parameters():
-        ...     parameter.data[2] = parameter.data[0]
-        >>> image = torch.randn(1, 5, 6, 8)
-        >>> expected = layer(image)
-        >>> merge_duplicate(layer, head=2, kept=0)
-        >>> _ = layer.prune_heads([2])
-        >>> torch.allclose(layer(image), expected, atol=1e-5)
-        True
-    """
-    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
-    if not takes_duplicates(layer):
-        raise ValueError(
-            f'the heads of layer have values of head_dim={len(columns)} channels, so that one head cannot take the '
-            'values of two: use fold_into_bias for the duplicate'
-        )
-    weight: Any = layer.output.weight
-    weight[:, of_kept] += weight[:, columns]
+    largest = 0.0
+    for key, tensors in expected.items():
+        if key.startswith('heads of '):
+            name = key[len('heads of ') :].partition('#')[0]
+            tensors = [
+                own for head, own in enumerate(tensors) if head not in gone[name] or len(tensors) == len(found[key])
+            ]
+        if [own.shape for own in tensors] != [own.shape for own in found.get(key, [])]:
+            raise ValueError(f'{key} has other shapes')
+        for own, other in zip(tensors, found[key]):
+            if own.numel():
+                scale = float(own[own.isfinite()].abs().amax()) if own.isfinite().any() else 1.0
+                same = (own == other) | own.isnan() & other.isnan()
+                difference = float((own - other).double().abs().masked_fill(same, 0).amax()) / (scale or 1.0)
+                if not difference <= torch.finfo(own.dtype).eps ** 0.6:
+                    raise ValueError(f'{key} differs by {difference:.2g} of its largest entry')
+                largest = max(largest, difference)
+    return largest

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
 from ..change import Change, all_or_nothing, check_not_distributed
-from ..heads.choice import module_in
+from ..heads.found import FoundHeads, Heads, find_entries
 from ..pruning import (
     find_degenerate_heads,
     head_costs,
@@ -34,15 +34,8 @@ from ..pruning.criteria import (
     relative_entropy_of_maps,
 )
 from ..pruning.importance import HeadGradients, Loss, add_gradients, check_amount, counting
-from ..pruning.prune import (
-    HeadMeans,
-    Heads,
-    check_prunable,
-    fold_into_bias,
-    head_means,
-    merge_duplicate,
-    takes_duplicates,
-)
+from ..pruning.means import HeadMeans, fold_into_bias, head_means, merge_duplicate, takes_duplicates
+from ..pruning.prune import check_prunable, example_run
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
 
 IMPORTANCE = 'importance'
@@ -60,11 +53,13 @@ class JudgedHeads:
         heads (dict[str, list[int]]): By the name of the layer, those of them that go: the least uniform head of a layer
             stays. Layers that lose none are left out.
         means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
+        example (Any): The first batch; None without images.
     """
 
     reports: Dict[str, DegeneracyReport]
     heads: Dict[str, List[int]]
     means: Dict[str, HeadMeans]
+    example: Any = None
 
 
 class PruneHeads:
@@ -130,9 +125,17 @@ class PruneHeads:
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
         self.multiply_adds_before: Optional[float] = None
 
-    def layers(self, model: nn.Module) -> Dict[str, Heads]:
-        """Returns the layers to judge, by name."""
-        return {name: layer for name, layer in prunable_heads(model).items() if fnmatchcase(name, self.pattern)}
+    def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
+        """Returns the layers to judge, by name: those that run on the first batch."""
+        batch = next(iter(self.batches if batches is None else batches), None)
+        with random_numbers_kept(), torch.no_grad():
+            try:
+                found = prunable_heads(model) if batch is None else prunable_heads(model, batch, self.loss)
+            except ValueError:
+                if batch is not None:
+                    raise
+                found = {}  # what the model takes is unknown
+        return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
 
     def needs_images(self, model: nn.Module) -> bool:
         """Returns True if a layer depends on content, or the loss decides."""
@@ -151,7 +154,10 @@ class PruneHeads:
         """
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
-        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
+        batches = list(itertools.islice(self.batches if batches is None else batches, 1))
+        layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
+        for batch in batches:
+            self._find(model, layers, batch)
         for name, layer in layers.items():
             check_prunable(model, name, layer)
             try:
@@ -165,7 +171,7 @@ class PruneHeads:
             least_important(built, keep=self.amount['keep'])
         if layers and 'multiply_adds' in self.amount:
             with evaluating(model), random_numbers_kept():
-                for batch in itertools.islice(self.batches if batches is None else batches, 1):
+                for batch in batches:
                     costs = self._costs(model, batch, layers)
                     self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
 
@@ -217,31 +223,31 @@ class PruneHeads:
             size (tuple[int, ...], optional): Height and width of the grid in tokens, for position-only attention.
                 Defaults to that of the batches.
         """
-        layers, costs = self.layers(model), None
+        batches, costs = list(self.batches if batches is None else batches), None
+        layers = self.layers(model, batches)
         seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
         gradients: Dict[str, HeadGradients] = {}
         judged_by_loss = [name for name, layer in layers.items() if self.amount and layer.num_heads > 0]
-        by_loss = lambda name: module_in(name, judged_by_loss) is not None  # noqa: E731
+        by_loss = lambda name: name.partition('#')[0] in judged_by_loss  # noqa: E731
         with on_all_ranks(), random_numbers_kept(), evaluating(model), torch.no_grad():
-            batches = list(self.batches if batches is None else batches)
             if not batches and size is None:
                 raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
-            with head_means(list(layers.values())) as of_layers, observed_attention(model, seen) as observed:
+            wanted = lambda name: name.partition('#')[0] in layers  # noqa: E731
+            with head_means(model, wanted) as means, observed_attention(model, seen) as observed:
                 for batch in batches:
                     self.loss(model, batch)
             for batch in batches if judged_by_loss else ():
                 add_gradients(gradients, model, batch, self.loss, by_loss)
             if batches and 'multiply_adds' in self.amount:
                 costs = self._costs(model, batches[0], layers)
-        means = dict(zip(layers, of_layers))
         device = next(model.parameters()).device
         _add_ranks(device, means, 'total', 'count')
         _add_ranks(device, observed, 'entropy', 'from_uniform', 'distances', 'count')
         _add_ranks(device, gradients, 'total', 'count')
-        sizes = {name: own.size or size for name, own in means.items()}
+        sizes = {name: means[name].size or size if name in means else size for name in layers}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {module_in(name, layers): own.mean(normalize=True) for name, own in gradients.items()}
+            importance = {name: own.mean(normalize=True) for name, own in gradients.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, found in heads.items():
@@ -250,7 +256,7 @@ class PruneHeads:
         judged = [reports, {name: found for name, found in heads.items() if found}]
         if _is_distributed():
             dist.broadcast_object_list(judged)
-        return JudgedHeads(judged[0], judged[1], means if batches else {})
+        return JudgedHeads(judged[0], judged[1], means, batches[0] if batches else None)
 
     def remove(
         self,
@@ -276,29 +282,40 @@ class PruneHeads:
                 changed then.
         """
         models, optimizers = [model, *copies], list(optimizers)
-        numbers = {name: prunable_heads(model)[name].num_heads for name in judged.heads}
-        for own in models:
-            found = {name: layer.num_heads for name, layer in prunable_heads(own).items()}
+        example = [] if judged.example is None else [judged.example]
+        layers = [self.layers(own, example) for own in models]
+        numbers = {name: layers[0][name].num_heads for name in judged.heads}
+        for own, of_model in zip(models, layers):
+            found = {name: layer.num_heads for name, layer in of_model.items()}
             if not numbers.items() <= found.items():
                 raise ValueError(
                     f'copies has a {type(own).__name__} whose attention has heads {found}, the model {numbers}: '
                     'give the average itself, such as the module of a ModelEmaV3'
                 )
-        outputs = [prunable_heads(own)[name].output for own in models for name in judged.heads]
-        values = [parameter for output in outputs for parameter in output.parameters()]
+        values: List[Tensor] = []
+        if self.bias_correction:
+            for own, of_model in zip(models, layers):
+                self._find(own, {name: of_model[name] for name in judged.heads}, judged.example)
+                outputs = [of_model[name].output for name in judged.heads]
+                values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values):
-            if self.bias_correction:
-                for own in models:
-                    self._make_up(own, judged)
-            changes = [prune_heads(own, judged.heads) for own in models]
+            for of_model in layers:
+                self._make_up(of_model, judged)
+            call = None if judged.example is None else self.loss
+            changes = [prune_heads(own, judged.heads, judged.example, call=call) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
         return changes[0]
 
-    def _make_up(self, model: nn.Module, judged: JudgedHeads) -> None:
+    def _find(self, model: nn.Module, layers: Mapping[str, Heads], batch: Any) -> None:
+        """Finds the entries of the heads of layers of other libraries."""
+        found = [layer for layer in layers.values() if isinstance(layer, FoundHeads)]
+        with random_numbers_kept():
+            find_entries(model, found, (lambda: self.loss(model, batch)) if batch is not None else example_run(model))
+
+    def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
         """Has what stays in a layer do on average what the heads did that go."""
-        layers = prunable_heads(model)
-        for name, heads in judged.heads.items():
+        for name, heads in judged.heads.items() if self.bias_correction else ():
             layer = layers[name]
             duplicates = {
                 entry.head: entry.duplicate_of
@@ -307,7 +324,7 @@ class PruneHeads:
             }
             for head, kept in duplicates.items():
                 merge_duplicate(layer, head, kept)
-            if layer.output.bias is not None and name in judged.means:
+            if getattr(layer.output, 'bias', None) is not None and name in judged.means:
                 fold_into_bias(layer, [head for head in heads if head not in duplicates], judged.means[name].mean)
 
     def _report(

@@ -190,7 +190,7 @@ class PositionChannels:
         """
 
         def set_attention(attention: Attention, module: nn.Module, args: Any, kwargs: Any) -> None:
-            tokens, _ = attention.tokens(args, kwargs)
+            tokens = attention.tokens(args, kwargs)
             self._keep_content(attention.weight('v'), tokens)
             set_heads(attention, tokens)
 

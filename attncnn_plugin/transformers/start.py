@@ -12,7 +12,7 @@ from ..change import table
 from ..heads.places import Places, cells
 from ..heads.seen import watching
 from .absolute import start_absolute
-from .adapters import Attention, direction, find_attention, rope_of_mmpretrain
+from .adapters import Attention, find_attention
 from .embeddings import check_new
 from .impulse_and_mimetic import start_impulse, start_mimetic
 from .relative_tables import bias_of, start_relative, window_of
@@ -178,20 +178,16 @@ def init_as_convolution(
 
 def _check(attention: Attention) -> None:
     """Refuses attention whose heads cannot be given a shift."""
-    reason, adapter = None, attention.adapter
+    reason, norm = attention.adapter.refused, getattr(attention.module, 'q_norm', None)
     if attention.num_heads == 0:
         reason = 'it has no heads left'
-    elif adapter.turned is direction:
-        reason = 'it compares queries and keys by their angle (Swin v2): bounded scores cannot be a Gaussian'
-    elif not adapter.maps:
-        reason = 'its probabilities are no softmax of scores'
-    elif not isinstance(attention.part(adapter.norms[0]), (nn.Identity, type(None))):
+    elif not attention.map_names:
+        reason = f'it has no {" or ".join(attention.adapter.maps)} with weights of its own'
+    elif not isinstance(norm, (nn.Identity, type(None))):
         reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
     elif attention.part('num_kv_heads') not in (None, attention.num_heads):
         reason = 'some of its heads share their keys, and each needs a shift of its own'
-    elif adapter.turned is rope_of_mmpretrain:
-        reason = 'its rotations are inside of it, where their angles cannot be read: give a model of timm'
-    if reason is not None:
+    if reason:
         raise ValueError(
             f'{attention.name} is a {type(attention.module).__name__} that cannot start as a convolution: {reason}'
         )

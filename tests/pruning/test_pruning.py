@@ -32,7 +32,7 @@ from attncnn_plugin.pruning import (
     prune_heads,
     replace_parameters,
 )
-from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
+from attncnn_plugin.pruning.means import fold_into_bias, head_means, merge_duplicate
 from attncnn_plugin.training import PruneHeads
 
 

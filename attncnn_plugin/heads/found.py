@@ -1,0 +1,318 @@
+"""The heads of any model: which entries of which parameter are theirs, found by gradients, and masks for them.
+
+With the output of one head of an attention alone, all others at zero, the gradient of what the model gives is not zero
+just in the entries that this head is made of, its queries, keys, values and biases, in those that read it, and in what
+all heads share.
+"""
+
+import os
+import re
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.evaluation_mode import evaluating
+from ..attention.heads import PrunableHeads, check_heads
+from ..attention.window import shown
+from ..change import all_or_nothing, held_by
+from .seen import AnyAttention, FunctionsSeen, watching
+from .sizes import record_of
+
+Run = Callable[[], Any]
+Call = Optional[Callable[[nn.Module, Any], Any]]
+Owners = Tuple[int, Tensor]  # a dimension, and whose heads each entry there is, (entries, N_h), bool
+# The number of a block in the name of its attention: timm's blocks.0., mmpretrain's layers.0., Hugging Face's layer.0.
+# and torchvision's layers.encoder_layer_0.
+BLOCK = r'(?:^|\.)(?:blocks|layers?)\.(?:encoder_layer_)?({})(?:\.|$)'
+
+
+@dataclass(eq=False)
+class FoundHeads:
+    """The heads of attention of another library.
+
+    Attributes:
+        name (str): The name of the module in which it runs.
+        model (nn.Module): The model.
+        num_heads (int): Number of heads N_h.
+        axes (dict[str, Any]): Which axes of its output are heads, by the name of each run of it.
+        owners (dict[str, tuple[int, Tensor]]): Of each parameter or buffer of the model with entries for single heads,
+            by name: the dimension, and which heads have each entry, ``(entries, N_h)``.
+    """
+
+    name: str
+    model: nn.Module
+    num_heads: int
+    axes: Dict[str, Any] = field(default_factory=dict)
+    owners: Dict[str, Owners] = field(default_factory=dict)
+
+    @property
+    def home(self) -> str:
+        """The name of the smallest module that has the attention and all entries of its heads."""
+        paths = [self.name, *(name.rpartition('.')[0] for name in self.owners)]
+        return '.'.join(os.path.commonprefix([path.split('.') for path in paths]))
+
+    @property
+    def built_heads(self) -> int:
+        """Number of heads that it was built with."""
+        path = self.name.split('.')
+        around = [record_of(self.model.get_submodule('.'.join(path[:end]))) for end in range(len(path), -1, -1)]
+        return next((record[0] for record in around if record is not None), self.num_heads)
+
+    @property
+    def output(self) -> Any:
+        """The linear map that takes the outputs of all heads; None where another module does."""
+        readers = [name for name, (dim, _) in self.owners.items() if dim == 1 and name.endswith('.weight')]
+        modules = [self.model.get_submodule(name.rpartition('.')[0]) for name in readers]
+        return modules[0] if len(modules) == 1 and isinstance(modules[0], nn.Linear) else None
+
+    def output_entries(self, heads: Sequence[int]) -> Tensor:
+        """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        (owners,) = [owners for dim, owners in self.owners.values() if dim == 1]
+        return owners[:, list(heads)].any(1).nonzero().flatten()
+
+    def kept(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
+        """Returns the dimension of heads of each parameter, and the entries that stay without some heads.
+
+        An entry goes with the last of its heads.
+        """
+        gone = torch.zeros(self.num_heads, dtype=torch.bool)
+        gone[list(heads)] = True
+        found = {}
+        for name, (dim, owners) in self.owners.items():
+            goes = owners.any(1) & ~(owners & ~gone.to(owners.device)).any(1)
+            found[name] = dim, (~goes).nonzero().flatten()
+        return found
+
+    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
+        """Returns heads as integers.
+
+        Raises:
+            ValueError: A head that is not there, or all of them: its forward pass needs one.
+        """
+        return check_heads(heads, self.num_heads, allow_empty and not heads)
+
+
+Heads = Union[PrunableHeads, FoundHeads]
+
+
+def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
+    """Runs a model on inputs, on its device and in its dtype."""
+    if isinstance(inputs, Tensor) and not inputs.numel():
+        raise ValueError(f'inputs={shown(inputs)} are none, but at least one is needed')
+    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+
+    def brought(own: Any) -> Any:
+        if not isinstance(own, Tensor) or like is None:
+            return own
+        return own.to(like.device, like.dtype if own.is_floating_point() else None)
+
+    if call is not None:
+        return call(model, inputs)
+    if isinstance(inputs, Mapping):
+        return model(**{name: brought(own) for name, own in inputs.items()})
+    return model(brought(inputs))
+
+
+@contextmanager
+def same_numbers() -> Iterator[None]:
+    """Draws the same random numbers inside each time, and restores PyTorch's at the end."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(0)
+        yield
+
+
+def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
+    """Returns the heads of all attention that runs, by its names, without their entries in parameters."""
+    found: Dict[str, Heads] = {}
+    noted: List[AnyAttention] = []
+
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
+        noted.append(attention)
+        return output
+
+    def end(functions: FunctionsSeen, output: Any) -> None:
+        for attention in noted:
+            name = attention.name.partition('#')[0]
+            if isinstance(attention.owner, PrunableHeads):
+                found[name] = attention.owner
+                continue
+            own = found.setdefault(name, FoundHeads(name, model, attention.num_heads))
+            own.axes[attention.name] = attention.heads
+        noted.clear()
+
+    with evaluating(model), same_numbers(), torch.no_grad(), watching(model, wanted=wanted, touch=touch, end=end):
+        run()
+    return found
+
+
+def layer_names(layers: Mapping[str, Any], heads: Mapping[Union[str, int], Any]) -> Dict[str, List[int]]:
+    """Returns heads by the names of layers, where names, those of modules around, or numbers of blocks are given.
+
+    Raises:
+        ValueError: A name or a number that no layer has, or several have.
+    """
+    named: Dict[str, List[int]] = {}
+    for key, own in heads.items():
+        matches = re.compile(BLOCK.format(key)).search if isinstance(key, Integral) else None
+        found = [name for name in layers if (matches(name) if matches else name == key)]
+        if not found and matches is None:
+            found = [name for name in layers if name.startswith(f'{key}.')]
+        if len(found) != 1:
+            raise ValueError(
+                f'heads of {key!r} were given, but there are {len(found)} attention layers of that name or block '
+                f'that are seen to run: name one of {", ".join(layers) or "none at all"}'
+            )
+        if found[0] in named:
+            raise ValueError(f'heads={dict(heads)} names a layer twice')
+        named[found[0]] = list(own)
+    return named
+
+
+@contextmanager
+def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
+    """Lets a model compute inside as if heads were removed: their outputs are zero, in training too.
+
+    Args:
+        model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
+        heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads.
+
+    Raises:
+        ValueError: When the model runs: a layer or a head that is not there.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1).eval()
+        >>> images = torch.rand(1, 3, 32, 32)
+        >>> with masked_heads(model, {'blocks.0.attn': [1]}):
+        ...     masked = model(images)
+        >>> change = prune_heads(model, {'blocks.0.attn': [1]})
+        >>> torch.allclose(model(images), masked, atol=1e-5)
+        True
+    """
+    layers: Dict[str, Heads] = {}
+    masked: Dict[str, List[int]] = {}
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Sees, before the first pass, which axes are heads."""
+        if not masked:
+            handle.remove()
+            layers.update(seen_heads(model, lambda: model(*args, **kwargs)))
+            masked.update(layer_names(layers, heads))
+            for name, own in masked.items():
+                masked[name] = layers[name].check_heads(own, allow_empty=True)
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with masking(model, layers, masked):
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """Sets the outputs of heads to zero, of layers whose axes of heads are known."""
+
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
+        name = attention.name.partition('#')[0]
+        if not heads.get(name):
+            return output
+        attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
+        return attention.where(heads[name], torch.zeros(1), output)
+
+    with watching(model, touch=touch):
+        yield
+
+
+@torch.inference_mode(False)
+def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> None:
+    """Finds the entries of heads in the parameters, and float buffers, near attention.
+
+    What is near is replaced by random values meanwhile: an entry that is 0 by chance would hide others.
+    """
+    left = [own for own in layers if not own.owners]
+    while left:
+        chosen: Dict[str, FoundHeads] = {}  # those with nothing in common
+        for own in left:
+            near = own.name.rpartition('.')[0]
+            if not any(f'{near}.'.startswith(f'{other}.') or f'{other}.'.startswith(f'{near}.') for other in chosen):
+                chosen[near] = own
+        left = [own for own in left if own not in chosen.values()]
+        near = [model.get_submodule(name) for name in chosen]
+        with suppress(_Undo), all_or_nothing(near), evaluating(model), torch.enable_grad():
+            with same_numbers():
+                tensors = {name: _randomized(model, name) for name in chosen}
+            everything = {key: tensor for own in tensors.values() for key, tensor in own.items()}
+            most = max(own.num_heads for own in chosen.values())
+            of_heads = [_influence(model, chosen.values(), head, everything, run) for head in range(most)]
+            raise _Undo
+        for name, own in chosen.items():
+            for key in tensors[name]:
+                found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
+                if found is not None:
+                    own.owners[key] = found
+            _complete(own, tensors[name])
+
+
+class _Undo(Exception):
+    """Has what was changed put back."""
+
+
+def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
+    """Replaces the parameters and buffers of a module that heads may have entries of; returns the new ones by name."""
+    module, found = model.get_submodule(near), {}
+    for path, own in module.named_modules(prefix=near):
+        is_norm = isinstance(own, nn.modules.batchnorm._NormBase)  # whose statistics cannot be differentiated
+        for tensors in (own._parameters, {} if is_norm else own._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                    new = torch.empty_like(tensor, requires_grad=False).normal_(std=0.1)
+                    new = nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new.requires_grad_()
+                    tensors[leaf] = found[f'{path}.{leaf}'.lstrip('.')] = new  # type: ignore[index]
+    return found
+
+
+def _influence(
+    model: nn.Module, layers: Any, head: int, tensors: Mapping[str, Tensor], run: Run
+) -> Dict[str, List[Tensor]]:
+    """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone."""
+    others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers}
+    with same_numbers(), masking(model, {own.name: own for own in layers}, others):
+        outputs = [own for _, _, own, _ in held_by(run()) if isinstance(own, Tensor) and own.requires_grad]
+        loss = sum((own * torch.randn_like(own)).sum() for own in outputs)
+        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True) if outputs else ()
+    influence = {}
+    for (name, own), gradient in zip(tensors.items(), found):
+        changed = torch.zeros_like(own, dtype=torch.bool) if gradient is None else gradient != 0
+        influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
+    return influence
+
+
+def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
+    """Returns the dimension whose entries are of single heads, or of groups of them, and whose they are.
+
+    None where heads share all entries. What some share at random is a rounding error, such as behind a dead unit.
+    """
+    for dim, of_heads in enumerate(zip(*masks)):
+        owners = torch.stack(of_heads, 1)
+        of_some = owners[owners.any(1) & ~owners.all(1)].unique(dim=0)
+        if len(of_some) and (of_some.sum(0) == 1).all():
+            return dim, owners
+    return None
+
+
+def _complete(own: FoundHeads, names: Iterable[str]) -> None:
+    """Lets biases follow their weights: to a bias of keys softmax is blind, but for rounding errors."""
+    for name in names:
+        weight = own.owners.get(f'{name[:-4]}weight') if name.endswith('bias') else None
+        if weight is not None and weight[0] == 0:
+            own.owners[name] = weight
+    for name, (dim, owners) in own.owners.items():
+        known = owners.any(1)
+        for _, other in own.owners.values():
+            if dim == 0 and not known.all() and other.shape == owners.shape and other.any(1).all():
+                own.owners[name] = (dim, other) if torch.equal(other[known], owners[known]) else (dim, owners)

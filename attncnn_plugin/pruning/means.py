@@ -1,0 +1,153 @@
+"""What heads give on average, and how the rest of a layer makes up for heads that go (C20, appendix E)."""
+
+import copy
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.tokens import GridAttention
+from ..heads.found import Heads
+from ..heads.seen import AnyAttention, FunctionsSeen, OwnAttention, watching
+
+
+class HeadMeans:
+    """The mean outputs P_h X W^V_h of the heads of attention, over queries and images, without padding.
+
+    Attributes:
+        total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
+        count (Tensor): The number of queries, a scalar in float64.
+        widths (list[int]): D_h of each head.
+        size (tuple[int, ...] | None): Height and width of the last grid of tokens, or of the last image; None for
+            attention of another library.
+    """
+
+    def __init__(self, widths: List[int], device: torch.device) -> None:
+        self.total = torch.zeros(sum(widths), dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.widths = widths
+        self.size: Optional[Tuple[int, ...]] = None
+        self.axes: Dict[str, Any] = {}  # which are heads, by the name of each run
+
+    @property
+    def mean(self) -> Sequence[Tensor]:
+        """The mean output of each head, ``(D_h,)``."""
+        return (self.total / self.count).split(self.widths)
+
+    def replace(self, head: int, by_zero: bool, attention: AnyAttention, output: Tensor) -> Tensor:
+        """Returns an output with that of one head at its mean, or at zero."""
+        attention.heads, mean = self.axes.get(attention.name), self.mean[head]
+        return attention.where([head], torch.zeros_like(mean) if by_zero else mean, output)
+
+
+@contextmanager
+def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Dict[str, HeadMeans]]:
+    """Collects the mean outputs of heads while a model runs; yields them by the names of attention.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> with head_means(layer) as means:
+        ...     outputs = layer(torch.randn(2, 5, 6, 8))
+        >>> [mean.shape for mean in means[''].mean], means[''].size
+        ([torch.Size([8]), torch.Size([8]), torch.Size([8])], (5, 6))
+    """
+    means: Dict[str, HeadMeans] = {}
+    seen: List[Tuple[AnyAttention, Tensor]] = []
+
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
+        seen.append((attention, output.detach()))
+        return output
+
+    def end(functions: FunctionsSeen, output: Any) -> None:  # now it is known which axes are heads
+        for attention, own in seen:
+            heads, queries = attention.of_heads(own), attention.is_query
+            name = attention.name.partition('#')[0]
+            found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], own.device))
+            found.axes[attention.name] = attention.heads
+            rows = [head.double() if queries is None else head[queries].double() for head in heads]
+            found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
+            found.count += rows[0].shape[:-1].numel()
+            if isinstance(attention, OwnAttention):
+                found.size = attention.size
+        seen.clear()
+
+    with watching(model, wanted=wanted, touch=touch, end=end):
+        yield means
+
+
+@torch.no_grad()
+def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -> None:
+    """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
+
+    A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
+    ``mean`` are the mean outputs of all heads, ``(D_h,)`` each.
+
+    Raises:
+        ValueError: The layer has no bias; the mean is not finite, as that of no images.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> layer.encoding.sqrt_precision.data[1] = 0  # uniform attention
+        >>> image = torch.randn(1, 5, 6, 8)
+        >>> with head_means(layer) as means:
+        ...     expected = layer(image)
+        >>> fold_into_bias(layer, [1], means[''].mean)
+        >>> _ = layer.prune_heads([1])
+        >>> torch.allclose(layer(image), expected, atol=1e-5)
+        True
+    """
+    output: Any = layer.output
+    if getattr(output, 'bias', None) is None:
+        raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
+    if not heads:
+        return
+    if not all(own.isfinite().all() for own in mean):
+        raise ValueError(
+            'the mean output of the heads is not finite: the model ran on no images, or on some for which it is not'
+        )
+    exact = copy.deepcopy(output).double()
+    if isinstance(output, GroupedLinear):
+        of_heads = torch.stack([own * (head in heads) for head, own in enumerate(mean)])[:, None]  # (N_h, Q = 1, C)
+    else:
+        of_heads = exact.weight.new_zeros(exact.weight.shape[1])
+        for head in heads:
+            of_heads[layer.output_entries([head])] = mean[head].to(of_heads)
+    output.bias.add_((exact(of_heads.to(exact.weight)).flatten() - exact.bias).to(output.bias))
+
+
+def takes_duplicates(layer: Heads) -> bool:
+    """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
+    return isinstance(layer, (ImageAttention, GridAttention))
+
+
+@torch.no_grad()
+def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
+    """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
+
+    Raises:
+        ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> for parameter in layer.encoding.parameters():
+        ...     parameter.data[2] = parameter.data[0]
+        >>> image = torch.randn(1, 5, 6, 8)
+        >>> expected = layer(image)
+        >>> merge_duplicate(layer, head=2, kept=0)
+        >>> _ = layer.prune_heads([2])
+        >>> torch.allclose(layer(image), expected, atol=1e-5)
+        True
+    """
+    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
+    if not takes_duplicates(layer):
+        raise ValueError(
+            f'the heads of layer have values of head_dim={len(columns)} channels, so that one head cannot take the '
+            'values of two: use fold_into_bias for the duplicate'
+        )
+    weight: Any = layer.output.weight
+    weight[:, of_kept] += weight[:, columns]
