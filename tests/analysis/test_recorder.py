@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -20,7 +19,8 @@ from attncnn_plugin import AttentionRecorder, attention_maps, rollout
 from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.heads.seen import watching
+from attncnn_plugin.pruning import prune_heads
 
 IMAGES = 2, 3, SIZE, SIZE
 FUSED = ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_small_patch16_dinov3']
@@ -94,7 +94,7 @@ def test_encoder_layers_of_torch(batch_first):
     expected = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
     (maps,) = recorder.passes
     torch.testing.assert_close(maps['layers.0.self_attn'], expected, rtol=1e-12, atol=1e-14)
-    prune_heads(model, {'layers.0.self_attn': [1]})
+    prune_heads(model, {'layers.0.self_attn': [1]}, x)
     left = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
     torch.testing.assert_close(left, expected[:, [0, 2]], rtol=1e-12, atol=1e-14)
 
@@ -144,9 +144,8 @@ def test_windows_of_torchvision(name, size):
     """With P of these windows the output is that of torchvision's own function, padding and masks included."""
     model, x = small_vit(name).double(), torch.randn(2, 3, size, size, dtype=torch.float64)
     expected = model(x)
-    with ExitStack() as stack:
-        for layer in prunable_heads(model).values():
-            stack.enter_context(layer.output_called())
+    product = lambda attention, output: attention.product(attention.probs)  # noqa: E731
+    with watching(model, lambda *own: None, touch=product):
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -417,24 +416,19 @@ def test_rollout_of_other_libraries(name, target):
 
 
 def gradient_by_map(model, x, name, target):
-    """∂y/∂A by autograd through the layer, computed again by ``A V`` from values of its own weights."""
-    heads, found = prunable_heads(model)[name], {}
+    """∂y/∂A by autograd, of attention as PyTorch documents it, with a map that is a variable."""
+    found, number = [], list(attention_maps(model, x)).index(name)
 
-    def replaced(module, args, kwargs, output):
-        def of_heads(which):
-            whole = args[0] @ heads.weight(which).flatten(0, 1).T + heads.bias(which).flatten()
-            return whole.unflatten(2, (3, 8)).transpose(1, 2)
+    def unfused(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **options):
+        probs = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
+        found.append(probs.detach().requires_grad_() if len(found) == number else probs)
+        return found[-1] @ value
 
-        probs = (of_heads('q') @ of_heads('k').mT / 8**0.5).softmax(-1)
-        found['probs'] = probs.detach().requires_grad_()
-        mixed = (found['probs'] @ of_heads('v')).transpose(1, 2).flatten(2)
-        return mixed @ heads.output.weight.T + heads.output.bias, None
-
-    handle = heads.module.register_forward_hook(replaced, with_kwargs=True)
-    output_of(model, x)[:, target].sum().backward()
-    handle.remove()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nn.functional, 'scaled_dot_product_attention', unfused)
+        output_of(model, x)[:, target].sum().backward()
     model.zero_grad()
-    return found['probs'].grad
+    return found[number].grad
 
 
 @pytest.mark.parametrize(
@@ -462,27 +456,18 @@ def test_rollout_without_a_class_token():
     assert rollout(model, x, target=3).shape == (2, 4, 4)
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        'vit_tiny_patch16_224',
-        'torchvision.VisionTransformer',
-        'transformers.ViT',
-    ],
-)
+@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar'])
 @pytest.mark.parametrize('target', [None, 1])
 def test_rollout_of_layers_without_heads(name, target):
     """They mix no tokens, so that the rollout is that of the other layers."""
-    model, x = small_vit(name).double(), images()
-    first, last = prunable_heads(model)
-    prune_heads(model, {first: [0, 1, 2]}, allow_empty=True)
-    heat, probs = rollout(model, x, target), attention_maps(model, x)[last]
+    model = timm.create_model(name, embed_dim=12, depth=2, num_heads=3).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
+    heat, probs = rollout(model, x, target), attention_maps(model, x)['blocks.1.attn']
     if target is None:
-        torch.testing.assert_close(heat, probs.mean(1)[:, 0, 1:].unflatten(1, (4, 4)) / 2, rtol=1e-12, atol=1e-14)
+        expected = (probs.mean(1).mean(1) + 1 / 16) / 2
+        torch.testing.assert_close(heat, expected.unflatten(1, (4, 4)), rtol=1e-12, atol=1e-14)
     assert (heat > 0).any()
-    prune_heads(model, {last: [0, 1, 2]}, allow_empty=True)
-    with pytest.raises(ValueError, match='no attention of a Vi.* was seen'):
-        rollout(model, x, target)
 
 
 @pytest.mark.parametrize(

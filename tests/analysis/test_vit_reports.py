@@ -9,9 +9,7 @@ from helpers.head_reports import brute_force, check_schema
 from helpers.vits import small_vit
 from torch import nn
 
-from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import head_report, mean_attention
-from attncnn_plugin.pruning import prune_heads
 
 TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
 ARCH = dict(embed_dims=12, num_layers=2, num_heads=3, feedforward_channels=24)
@@ -152,15 +150,3 @@ def test_entropies_of_hard_heads_in_windows(side, shift):
     expected = entropy / seen.sum(-1).double().log().mean()
     assert ((maps.probs > 1e-40) <= seen).all() and (maps.probs.double().amax(0)[seen] == 0).any()
     assert maps.relative_entropy.tolist() == pytest.approx(expected.tolist(), abs=1e-6) and (entropy > 0.05).all()
-
-
-def test_a_layer_without_heads():
-    """It computes no attention, and all that is shown is of the others."""
-    model, images = small_vit('vit_tiny_patch16_224'), torch.randn(2, 3, 32, 32)
-    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    for shown in (attention_maps, mean_attention, lambda *own: {each.name for each in head_report(*own).layers}):
-        assert list(shown(model, images)) == ['blocks.1.attn']
-    prune_heads(model, {1: [0, 1, 2]}, allow_empty=True)
-    for shown in (attention_maps, mean_attention, head_report):
-        with pytest.raises(ValueError, match='was seen .* nor have layers without heads'):
-            shown(model, images)
