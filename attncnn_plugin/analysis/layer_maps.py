@@ -233,12 +233,12 @@ def _seen_on_images(
     if not seen:
         raise no_attention(model, others)
     warn_of(model, others)
-    means = {}
+    means, number = {}, len(next(iter(images.values())) if isinstance(images, Mapping) else images)
     for (name, part), own in sums.items():
         count = own.pop('count')
         values: Dict[str, Any] = {field: (value / count).cpu() for field, value in own.items()}
         values.update(window=getattr(seen[name], 'window', None), in_windows=name in windows)
-        means[name, part] = MeanAttention(grid=grids[name], num_images=number_of(images), **values)
+        means[name, part] = MeanAttention(grid=grids[name], num_images=number, **values)
     return seen, grids, means
 
 
@@ -256,11 +256,6 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
     if gaussian is not None:
         gaussian = GaussianHeads(*(values.cpu().double() for values in gaussian))
     return MeanAttention(probs.cpu(), grid, layer.window, gaussian)
-
-
-def number_of(images: Any) -> int:
-    """Returns how many images a tensor has, or the first of a mapping."""
-    return len(next(iter(images.values())) if isinstance(images, Mapping) else images)
 
 
 def in_batches(images: Any) -> Sequence[Any]:

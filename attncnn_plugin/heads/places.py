@@ -141,17 +141,13 @@ class Places:
     keys: Optional[Tensor] = None
 
     @property
-    def images(self) -> Optional[int]:
-        """The number of images; None where it is unknown."""
-        return None if self.queries is None else int(self.queries.amax() // SIDE**2) + 1
-
-    @property
     def are_windows(self) -> bool:
         """Whether the queries are places only, in another order than row-major, or in several windows of an image."""
         if self.queries is None or not (self.queries >= 0).all():
             return False
-        place = cells(self.queries)[1]
-        return len(place) != self.images or not (place == torch.arange(place.shape[1], device=place.device)).all()
+        image, place, _ = cells(self.queries)
+        in_order = (place == torch.arange(place.shape[1], device=place.device)).all()
+        return len(place) != int(image.max()) + 1 or not bool(in_order)
 
     def by_image(self, probs: Tensor) -> Iterator[Tuple[Tensor, 'Places']]:
         """Yields the probabilities of the windows of each image, and their places."""
