@@ -11,13 +11,13 @@ from typing import Dict, Optional, Union
 from matplotlib.figure import Figure
 
 from ..analysis.training_logs import ATTENTION, read_scalars
-from .style import COLORS, color_of, draw_grid, mark_transition, styled
+from .style import COLORS, color_of, draw_grid, mark_transition, settings
 
 NAMES = {'accuracy/top1': 'accuracy, %', 'accuracy/top5': 'top-5 accuracy, %', 'cross_entropy/mean': 'validation loss'}
 LINE_STYLES = ('solid', (0, (4, 2)), (0, (1, 1)))
 
 
-@styled
+@settings()
 def plot_metric(
     runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1', offsets: Optional[Dict[str, float]] = None
 ) -> Figure:
