@@ -16,7 +16,7 @@ from attncnn_plugin.pruning import head_ablation, head_importance, prunable_head
 from attncnn_plugin.training import PruneHeads, TwoPhases
 from attncnn_plugin.transformers import init_as_convolution
 
-from .small import KINDS, TIMM_KINDS, small_model, trained_like
+from .small import KINDS, small_model, trained_like
 from .vits import NO_START, SETTINGS, new_vit, output_of, small_vit
 
 LABELS = [0, 4, 2]
@@ -30,7 +30,9 @@ VITS = [
     'torchvision.SwinTransformer',
 ]
 ALL_VITS = list(SETTINGS)
-WITHOUT_LOGITS = ('VisionTransformer', 'DeiT3', 'BEiTViT', 'ViTEVA02', 'transformers.DINOv3ViT')
+# Windows of other tokens than those of the layer before, and no logits.
+NO_ROLLOUT = [name for name in SETTINGS if 'win' in name.lower()]
+NO_ROLLOUT += ['VisionTransformer', 'DeiT3', 'BEiTViT', 'ViTEVA02', 'transformers.DINOv3ViT']
 
 
 def model_and_images(name, new=False):
