@@ -39,3 +39,50 @@ def test_the_command(names, tmp_path, monkeypatch, capsys):
     assert [f'(`{name}`)' in text for name in gpu.GROUPS] == [name in names for name in gpu.GROUPS]
     cells = [line.split('|')[2] for line in text.splitlines() if line.startswith('| ')][2:]
     assert len(cells) >= 14 and sum('Error' in cell for cell in cells) <= len(gpu.PRECISIONS)  # flex attention's
+
+
+@pytest.mark.slow
+def test_all_in_one_go(tmp_path, monkeypatch, capsys):
+    """From images in folders; then nothing is left to do, and a training that was stopped goes on."""
+    import on_a_gpu
+    from PIL import Image
+
+    for part in ('train', 'test'):
+        for label in range(10):
+            folder = tmp_path / f'images/{part}/{label}'
+            folder.mkdir(parents=True)
+            for number in range(8):
+                Image.effect_noise((32, 32), 10 * label + 5).convert('RGB').save(folder / f'{number}.png')
+
+    def run(*options):
+        command = ['on_a_gpu.py', '--smoke', '--data', tmp_path / 'images', '--out', tmp_path / 'out', *options]
+        monkeypatch.setattr(sys, 'argv', list(map(str, command)))
+        on_a_gpu.main()
+        return capsys.readouterr().out
+
+    parts = ['c20', 'c20_more', 'starts']
+    said = run('--only', *parts)
+    results = {part: json.loads((tmp_path / f'out/{part}.json').read_text()) for part in parts}
+    assert {name: len(own['networks']) for name, own in results.items()} == dict(c20=2, c20_more=2, starts=5)
+    for result in results.values():
+        assert (
+            'one seed' in result['differs'] or result is results['c20_more'] and 'no measurement' in result['machine']
+        )
+        assert all(len(own['curve']) == own['epochs'] == 2 for own in result['networks'].values())
+    assert said.strip() in (tmp_path / 'out/log.txt').read_text()
+    assert run('--only', *parts).count('done before') == 3
+    (tmp_path / 'out/c20.json').unlink()
+    (tmp_path / 'out/c20_epochs.json').write_text('3')
+    said = run('--only', 'c20')
+    assert 'quadratic: epoch 3 of 3' in said and 'epoch 2' not in said and 'c20: done' in said
+
+
+def test_images_are_flipped_and_shifted(monkeypatch):
+    import on_a_gpu
+
+    images = torch.arange(3 * 32 * 32).view(1, 3, 32, 32).expand(50, -1, -1, -1)
+    for image in on_a_gpu.augmented(images).permute(0, 3, 1, 2):
+        inside = image[:, 4:28, 4:28]
+        rows, columns = inside[0] // 32, inside[0] % 32
+        assert torch.equal(inside[1], inside[0] + 1024) and (rows[1:] - rows[:-1] == 1).all()
+        assert (columns[:, 1:] - columns[:, :-1]).unique().tolist() in ([1], [-1])
