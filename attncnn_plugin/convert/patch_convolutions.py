@@ -272,7 +272,7 @@ def attend_like_convolution(
             table[head, entry[0], entry[1]] = attn_bias
             values, out.weight[:, end - width : end] = factorize(conv, patch_size, shifts[head], width)
         else:  # without output weights to begin with; other entries for every head, so that they learn other things
-            values = unit_rows((head * width + torch.arange(width)) % attention.dim, attention.dim, table)
+            values = unit_rows((head * width + torch.arange(width, device='cpu')) % attention.dim, attention.dim, table)
         attention.value.weight[end - width : end] = values
     if out.bias is not None:
         out.bias.zero_()

@@ -43,8 +43,8 @@ class HeadGradients:
     """
 
     def __init__(self) -> None:
-        self.total = torch.zeros((), dtype=torch.float64)
-        self.count = torch.zeros((), dtype=torch.float64)
+        self.total = torch.zeros((), dtype=torch.float64, device='cpu')
+        self.count = torch.zeros((), dtype=torch.float64, device='cpu')
 
     def add(self, of_calls: Sequence[Tensor], images: int) -> None:
         """Adds ∂L/∂ξ of the mean loss over some images, ``(rows, N_h)`` of each call.
@@ -269,7 +269,7 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
             run()
     costs = {}
     for name, layer in layers.items():
-        module, weights = model.get_submodule(name), torch.zeros(layer.num_heads, dtype=torch.float64)
+        module, weights = model.get_submodule(name), torch.zeros(layer.num_heads, dtype=torch.float64, device='cpu')
         for head in range(layer.num_heads):
             for part, (dim, index) in layer.head_entries([head]).items():
                 weights[head] += len(index) * part_of(module, part).select(dim, 0).numel()
@@ -328,7 +328,7 @@ def least_important(
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
     elif keep is not None:
-        of_heads = {name: torch.ones(len(own)) for name, own in importance.items()}
+        of_heads = {name: torch.ones_like(own) for name, own in importance.items()}
         chosen = _until(ranked, keep, number, of_heads, f'keep={keep}', 'heads')
     elif costs is not None and multiply_adds is not None:
         goal = multiply_adds * costs[0]

@@ -241,9 +241,9 @@ def mask_of_torchvision(module: Any, query: Any, call: Call) -> Optional[Tensor]
     grid, window, shift, _ = call['windows']
     if not any(shift):
         return None
-    regions = torch.zeros(1, 1, dtype=torch.long)
+    regions = torch.zeros(1, 1, dtype=torch.long, device=module.qkv.weight.device)
     for axis, (n, w, s) in enumerate(zip(grid, window, shift)):
-        place = torch.arange(n + -n % w)
+        place = torch.arange(n + -n % w, device=module.qkv.weight.device)
         own = ((place >= len(place) - w) * 1 + (place >= len(place) - s) * 1) if s else place * 0
         regions = 3 * regions + (own[:, None] if axis == 0 else own)
     rows = in_windows(regions, window)
@@ -373,7 +373,7 @@ class Attention:
         if adapter is None:
             raise TypeError(f'the attention is a {unknown_class(module)}')
         self.module, self.name, self.block, self.adapter = module, name, block, adapter
-        self.shifts = torch.empty(0, 2)
+        self.shifts = torch.empty(0, 2, device='cpu')
 
     @property
     def num_heads(self) -> int:
@@ -544,7 +544,7 @@ def numbers_in_windows(
                 [0, 3]])
     """
     tokens = grid[0] * grid[1]
-    numbers = torch.arange(tokens).view(grid)
+    numbers = torch.arange(tokens, device='cpu').view(grid)
     if not pads_first:
         numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
     numbers = F.pad(numbers, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=tokens)
