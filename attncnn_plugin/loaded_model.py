@@ -159,7 +159,7 @@ class FileModel(LoadedModel):
         return torch.stack(list(images))
 
     def picture(self, image: Tensor) -> np.ndarray:
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        mean, std = (torch.tensor(values, device='cpu')[:, None, None] for values in (self.mean, self.std))
         return rgb_picture((255 * (image * std + mean)).round())
 
 

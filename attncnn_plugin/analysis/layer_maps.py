@@ -64,8 +64,8 @@ class MeanAttention:
     def queries(self) -> Tuple[Tensor, Tensor]:
         """Rows and columns of the queries on the grid of keys."""
         if self.window is None:
-            return torch.arange(self.grid[0]), torch.arange(self.grid[1])
-        return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
+            return torch.arange(self.grid[0], device='cpu'), torch.arange(self.grid[1], device='cpu')
+        return self.window.queries(0, self.grid[0], 'cpu'), self.window.queries(1, self.grid[1], 'cpu')
 
     def of_query(self, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
         """Returns the probabilities of the keys for the query that is nearest to a place, and where this query is.

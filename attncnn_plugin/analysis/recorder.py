@@ -347,7 +347,7 @@ class Rollout:
         queries = None if places.queries is None else places.queries[0]
         batch, _, number = weights.shape
         if self.joint is None:
-            self.joint = torch.eye(number).to(weights).expand(batch, -1, -1)
+            self.joint = torch.eye(number, device=weights.device, dtype=weights.dtype).expand(batch, -1, -1)
             self.tokens = self.first = keys
         self._bring(name, batch, number, keys)
         assert self.joint is not None
@@ -372,7 +372,7 @@ class Rollout:
                 raise self._other(name, number)
             joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
             joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
-            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum())).to(before)
+            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum()), device=before.device, dtype=before.dtype)
             self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
         elif number != before.shape[1] or batch != len(before):
             raise self._other(name, number)
@@ -391,7 +391,7 @@ class Rollout:
             number, tokens = grid[0] * grid[1], self.joint.shape[2]
             if number > tokens:
                 raise ValueError(f'grid={grid} has {number} patches, but there are {tokens} tokens')
-            order, of_places = torch.arange(tokens - number, tokens), torch.arange(self.joint.shape[1])[-number:]
+            order, of_places = (torch.arange(n - number, n, device='cpu') for n in (tokens, self.joint.shape[1]))
         else:
             order, of_places, grid = self._places()
         if self.pooled is not None:
@@ -449,7 +449,7 @@ def _weighted_by_gradients(
         copied = copied_for_gradients(inputs)
         logits = called(model, copied, call)
         logits = getattr(logits, 'logits', logits)
-        classes = torch.as_tensor(target).clone()
+        classes = torch.as_tensor(target, device='cpu').clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise ValueError(f'target={shown(target)} needs a model with logits, not a {type(model).__name__}')
         fits = classes.ndim == 0 or classes.shape == logits.shape[:1]

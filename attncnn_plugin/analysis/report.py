@@ -187,7 +187,7 @@ def _parameters(gaussian: GaussianHeads) -> Tuple[Tensor, Tensor, Optional[Tenso
     center, factor = gaussian
     inverse, info = torch.linalg.inv_ex(factor)  # Σ = M⁻ᵀ M⁻¹
     covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))
-    round_factor = factor[:, :1, :1] * torch.eye(2, dtype=factor.dtype)
+    round_factor = factor[:, :1, :1] * torch.eye(2, device=factor.device, dtype=factor.dtype)
     alpha = factor[:, 0, 0].square() / 2 if torch.equal(factor, round_factor) else None  # Σ⁻¹ = 2α·I
     return center, covariance, alpha
 

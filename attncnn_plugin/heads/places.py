@@ -221,10 +221,10 @@ def cells(numbers: Tensor) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
 
 def places_of_grid(images: int, grid: Tuple[int, ...], window: Optional[Window] = None) -> Places:
     """Returns the places of tokens that are a grid, row-major, of which those are queries where a window is."""
-    numbers = new_numbers(torch.empty(images, 1, *grid), None)[:, 0]
+    numbers = new_numbers(torch.empty(images, 1, *grid, device='cpu'), None)[:, 0]
     queries = numbers
     for axis, side in enumerate(grid if window is not None else ()):
-        place = window.queries(axis, side)
+        place = window.queries(axis, side, 'cpu')
         queries = queries.index_select(axis + 1, place.clamp(0, side - 1)).movedim(axis + 1, -1)
         queries = queries.masked_fill((place < 0) | (place >= side), 0).movedim(-1, axis + 1)  # in the padding
     return Places(queries.flatten(1), numbers.flatten(1))

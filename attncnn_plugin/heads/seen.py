@@ -645,7 +645,7 @@ def probs_of_dot_products(
 ) -> Tensor:
     """Computes softmax(Q Kᵀ/√d + B), the probabilities of ``scaled_dot_product_attention``, ``(…, Q, K)``."""
     if type(attn_mask) not in (type(None), Tensor, nn.Parameter):  # such as a CausalBias, which is no tensor of scores
-        eye = torch.eye(key.shape[-2]).to(value).expand(*key.shape[:-1], -1)
+        eye = torch.eye(key.shape[-2], device=value.device, dtype=value.dtype).expand(*key.shape[:-1], -1)
         return F.scaled_dot_product_attention(query, key, eye, attn_mask, scale=scale, enable_gqa=enable_gqa)
     scores = dot_products(query, key, scale)
     if is_causal:

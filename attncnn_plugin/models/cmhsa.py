@@ -192,8 +192,8 @@ class CMHSANetwork(TimmNetwork):
         """Puts attention where the convolutions are, and a linear map that begins as the identity into the stem."""
         like, before = self.blocks[0].norm1.weight, number_of_parameters(self)
         trainable = any(parameter.requires_grad for parameter in self.blocks[0].attn.parameters())
-        self.stem.proj = nn.Linear(len(like), len(like)).to(like).requires_grad_(trainable)
-        nn.init.eye_(self.stem.proj.weight)
+        self.stem.proj = nn.Linear(len(like), len(like), device=like.device, dtype=like.dtype).requires_grad_(trainable)
+        self.stem.proj.weight.data.zero_().fill_diagonal_(1)
         nn.init.zeros_(self.stem.proj.bias)
         # In each block all matrices succeed the kernel, and all else its bias; those of the stem do so in the first.
         new = {f'stem.proj.{key}': parameter for key, parameter in self.stem.proj.named_parameters()}

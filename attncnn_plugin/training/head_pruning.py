@@ -159,13 +159,13 @@ class PruneHeads:
             except TypeError as error:
                 raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
         if layers and 'keep' in self.amount:
-            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
+            built = {name: torch.zeros(layer.built_heads, device='cpu') for name, layer in layers.items()}
             least_important(built, keep=self.amount['keep'])
         if layers and 'multiply_adds' in self.amount:
             with evaluating(model), random_numbers_kept():
                 for batch in batches:
                     costs = self._costs(model, batch, layers)
-                    self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
+                    self._least_important({name: torch.zeros_like(own) for name, own in costs[1].items()}, costs)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
