@@ -7,8 +7,9 @@ all heads share.
 
 import os
 import re
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -20,7 +21,7 @@ from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
 from ..change import all_or_nothing, held_by
 from .seen import AnyAttention, FunctionsSeen, watching
-from .sizes import record_of
+from .sizes import forget_caches, record_of
 
 Run = Callable[[], Any]
 Call = Optional[Callable[[nn.Module, Any], Any]]
@@ -234,32 +235,34 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
 
     What is near is replaced by random values meanwhile: an entry that is 0 by chance would hide others.
     """
-    left = [own for own in layers if not own.owners]
+    left = [(own, own.name.rpartition('.')[0]) for own in layers if not own.owners]
     while left:
         chosen: Dict[str, FoundHeads] = {}  # those with nothing in common
-        for own in left:
-            near = own.name.rpartition('.')[0]
-            if not any(f'{near}.'.startswith(f'{other}.') or f'{other}.'.startswith(f'{near}.') for other in chosen):
+        for own, near in left:
+            if not any(_is_in(near, other) or _is_in(other, near) for other in chosen):
                 chosen[near] = own
-        left = [own for own in left if own not in chosen.values()]
-        near = [model.get_submodule(name) for name in chosen]
-        with suppress(_Undo), all_or_nothing(near), evaluating(model), torch.enable_grad():
+        left = [(own, near) for own, near in left if chosen.get(near) is not own]
+        with suppress(_Undo), all_or_nothing(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
             with same_numbers():
-                tensors = {name: _randomized(model, name) for name in chosen}
-            everything = {key: tensor for own in tensors.values() for key, tensor in own.items()}
+                tensors = {near: _randomized(model, near) for near in chosen}
             most = max(own.num_heads for own in chosen.values())
-            of_heads = [_influence(model, chosen.values(), head, everything, run) for head in range(most)]
+            of_heads = [_influence(model, chosen, head, tensors, run) for head in range(most)]
             raise _Undo
-        for name, own in chosen.items():
-            for key in tensors[name]:
-                found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
-                if found is not None:
-                    own.owners[key] = found
-            _complete(own, tensors[name])
+        for near, own in chosen.items():
+            masks = {key: [found[key] for found in of_heads[: own.num_heads]] for key in tensors[near]}
+            owners = {key: _owners(of_tensor) for key, of_tensor in masks.items()}
+            own.owners = {key: found for key, found in owners.items() if found is not None}
+            _complete(own, tensors[near])
+            if near and not any(dim for dim, _ in own.owners.values()):  # what reads the heads is farther away
+                left.append((own, near.rpartition('.')[0]))
 
 
 class _Undo(Exception):
     """Has what was changed put back."""
+
+
+def _is_in(name: str, other: str) -> bool:
+    return not other or f'{name}.'.startswith(f'{other}.')
 
 
 def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
@@ -277,19 +280,44 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 
 
 def _influence(
-    model: nn.Module, layers: Any, head: int, tensors: Mapping[str, Tensor], run: Run
+    model: nn.Module,
+    chosen: Mapping[str, FoundHeads],
+    head: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    run: Run,
 ) -> Dict[str, List[Tensor]]:
-    """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone."""
-    others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers}
-    with same_numbers(), masking(model, {own.name: own for own in layers}, others):
-        outputs = [own for _, _, own, _ in held_by(run()) if isinstance(own, Tensor) and own.requires_grad]
-        loss = sum((own * torch.randn_like(own)).sum() for own in outputs)
-        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True) if outputs else ()
+    """Returns, by dimension, in which entries of tensors a module gives something else for one head alone.
+
+    Args:
+        model (nn.Module): The model.
+        chosen (Mapping[str, FoundHeads]): By the name of a module, the attention in it.
+        head (int): The head whose output is not zero.
+        tensors (Mapping[str, Mapping[str, Tensor]]): By the names of the module and its own, the tensors.
+        run (Callable): Runs the model.
+    """
+    named = {key: tensor for own in tensors.values() for key, tensor in own.items()}
+    layers = {own.name: own for own in chosen.values()}
+    others = {name: [other for other in range(own.num_heads) if other != head] for name, own in layers.items()}
+    given: List[Tensor] = []
+    with same_numbers(), ExitStack() as stack:
+        for near in chosen:
+            forget_caches(model.get_submodule(near))  # with graphs of an earlier pass
+            see = lambda module, args, output: given.extend(islice(floats_in(output), 1))  # noqa: E731
+            stack.enter_context(model.get_submodule(near).register_forward_hook(see))
+        stack.enter_context(masking(model, layers, others))
+        run()
+        loss = sum((own * torch.randn_like(own)).sum() for own in given if own.requires_grad)
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True) if isinstance(loss, Tensor) else ()
     influence = {}
-    for (name, own), gradient in zip(tensors.items(), found):
+    for (name, own), gradient in zip(named.items(), found):
         changed = torch.zeros_like(own, dtype=torch.bool) if gradient is None else gradient != 0
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
     return influence
+
+
+def floats_in(output: Any) -> Iterator[Tensor]:
+    """Yields the floating-point tensors in what a module gives."""
+    return (own for _, _, own, _ in held_by(output) if isinstance(own, Tensor) and own.is_floating_point())
 
 
 def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:

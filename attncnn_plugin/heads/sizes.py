@@ -24,6 +24,7 @@ WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
 IS_SIZE = re.compile('dim|size|width|channel|group')  # in the name of a number that is not one of heads
+IS_WIDTH = re.compile('dim|width|head_size|channel|feature|hidden')  # in that of a number of channels
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
 
 
@@ -58,6 +59,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         for was, own in zip(old, new):
             if was != own:  # of one map, two or three
                 widths.update({was // maps: own // maps for maps in (3, 2, 1) if was % maps == own % maps == 0})
+    forget_caches(module)
     views = 0
     for part in module.modules():
         counts = [key for key, value in vars(part).items() if 'head' in key and _counts_heads(key, value, before)]
@@ -67,7 +69,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         for key, value in [(key, value) for key, value in vars(part).items() if type(value) is int]:
             if key in counts:
                 setattr(part, key, value * after // before)
-            elif way & OWN and value in widths and (way & TOKENS or key not in OF_TOKENS):
+            elif way & OWN and value in widths and IS_WIDTH.search(key) and (way & TOKENS or key not in OF_TOKENS):
                 setattr(part, key, widths[value])
         views += bool(way & VIEWS and _rewrite(part, built))
     for own in owners:
@@ -76,6 +78,15 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
                 vars(own)[key] = (*value[:-1], after)
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
+
+
+def forget_caches(module: nn.Module) -> None:
+    """Empties the dicts of tensors that modules fill by themselves, as with biases of another number of heads."""
+    for own in module.modules():
+        for key, value in vars(own).items():
+            is_cache = key not in ('_parameters', '_buffers') and isinstance(value, dict)
+            if is_cache and value and all(isinstance(tensor, Tensor) for tensor in value.values()):
+                vars(own)[key] = type(value)()
 
 
 def _counts_heads(key: str, value: Any, number: int) -> bool:
@@ -146,8 +157,8 @@ class FewerHeads:
             return None
         now = own[1] if own else built
         attributes = [item for part in module.modules() for item in vars(part).items()]
-        numbers = [value for key, value in attributes if 'head' in key and type(value) is int]
-        if now not in numbers or own and own[0] != built:
+        numbers = [value for key, value in attributes if 'head' in key and not IS_SIZE.search(key)]
+        if numbers and now not in numbers or own and own[0] != built:
             raise StructureError(
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'

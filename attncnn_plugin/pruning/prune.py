@@ -15,7 +15,6 @@ from ..change import (
     Successor,
     all_or_nothing,
     check_not_distributed,
-    held_by,
     is_plain,
     number_of_parameters,
     within,
@@ -27,6 +26,7 @@ from ..heads.found import (
     Run,
     called,
     find_entries,
+    floats_in,
     layer_names,
     masking,
     same_numbers,
@@ -241,7 +241,7 @@ def _cut_and_compare(
     for name, heads in gone.items():
         layer: Any = layers[name]
         homes[name] = home = model.get_submodule(layer.home)
-        before, kept = shapes_of(home), layer.kept(heads)
+        before, kept = shapes_of(home), with_statistics(model, layer.kept(heads))
         buffers = {key: own for key, own in model.named_buffers() if key in kept}
         replaced.update(keep_entries(model, {key: own for key, own in kept.items() if key not in buffers}))
         for key, buffer in buffers.items():
@@ -269,6 +269,17 @@ def _cut_and_compare(
     )
 
 
+def with_statistics(model: nn.Module, kept: Mapping[str, Tuple[int, Tensor]]) -> Dict[str, Tuple[int, Tensor]]:
+    """Adds the statistics of norms whose weights lose entries."""
+    found = dict(kept)
+    for name, (dim, index) in kept.items():
+        path, _, leaf = name.rpartition('.')
+        norm = model.get_submodule(path)
+        if leaf == 'weight' and isinstance(norm, nn.modules.batchnorm._NormBase):
+            found.update({f'{path}.{key}': (dim, index) for key, own in norm.named_buffers() if own.ndim})
+    return found
+
+
 def computed(
     model: nn.Module,
     run: Run,
@@ -286,8 +297,7 @@ def computed(
         return output
 
     def note(key: str, output: Any) -> None:
-        tensors = (own for _, _, own, _ in held_by(output) if isinstance(own, Tensor) and own.is_floating_point())
-        found.setdefault(key, []).extend(islice(tensors, 1))
+        found.setdefault(key, []).extend(islice(floats_in(output), 1))
 
     with evaluating(model), same_numbers(), torch.no_grad(), ExitStack() as stack:
         for name in named:
