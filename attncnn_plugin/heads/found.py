@@ -71,7 +71,7 @@ class FoundHeads:
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
-        (owners,) = [owners for dim, owners in self.owners.values() if dim == 1]
+        (owners,) = [own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')]
         return owners[:, list(heads)].any(1).nonzero().flatten()
 
     def kept(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
@@ -176,6 +176,8 @@ def layer_names(layers: Mapping[str, Any], heads: Mapping[Union[str, int], Any])
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
     """Lets a model compute inside as if heads were removed: their outputs are zero, in training too.
 
+    The first time it runs there, it runs once more before, so that its heads are seen.
+
     Args:
         model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads.
@@ -201,21 +203,22 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
         if not masked:
             handle.remove()
             layers.update(seen_heads(model, lambda: model(*args, **kwargs)))
-            masked.update(layer_names(layers, heads))
-            for name, own in masked.items():
-                masked[name] = layers[name].check_heads(own, allow_empty=True)
+            named = layer_names(layers, heads)
+            named = {name: check_heads(own, layers[name].num_heads, True) for name, own in named.items()}
+            masked.update(named)
+            watch.functions.counts.clear()  # the names of attention begin again
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        with masking(model, layers, masked):
+        with masking(model, layers, masked) as watch:
             yield
     finally:
         handle.remove()
 
 
 @contextmanager
-def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known."""
+def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[Any]:
+    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields what watches the model."""
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
@@ -224,8 +227,8 @@ def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, S
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
         return attention.where(heads[name], torch.zeros(1), output)
 
-    with watching(model, touch=touch):
-        yield
+    with watching(model, touch=touch) as watch:
+        yield watch
 
 
 @torch.inference_mode(False)
@@ -281,15 +284,33 @@ def _influence(
 ) -> Dict[str, List[Tensor]]:
     """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone."""
     others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers}
-    with same_numbers(), masking(model, {own.name: own for own in layers}, others):
+    given = list(tensors.values())
+    cut: List[Tuple[Tensor, Tensor]] = []
+
+    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
+        """Tells what makes the output of heads from what reads it: attention weights can be given, too."""
+        if attention.name.partition('#')[0] not in others or not output.requires_grad:
+            return output
+        cut.append((output, output.detach().requires_grad_()))
+        return cut[-1][1]
+
+    with same_numbers(), watching(model, touch=touch), masking(model, {own.name: own for own in layers}, others):
         outputs = [own for _, _, own, _ in held_by(run()) if isinstance(own, Tensor) and own.requires_grad]
         loss = sum((own * torch.randn_like(own)).sum() for own in outputs)
-        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True) if outputs else ()
+        read = _gradients([loss] if outputs else [], [*given, *(own for _, own in cut)])
+        made = _gradients([own for own, _ in cut], given, read[len(given) :])
     influence = {}
-    for (name, own), gradient in zip(tensors.items(), found):
-        changed = torch.zeros_like(own, dtype=torch.bool) if gradient is None else gradient != 0
+    for (name, own), gradient, other in zip(tensors.items(), made, read):
+        changed = gradient != 0 if gradient.any() else other != 0
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
     return influence
+
+
+def _gradients(outputs: Sequence[Any], tensors: Sequence[Tensor], weights: Any = None) -> Sequence[Tensor]:
+    """Returns the gradients by tensors, 0 where there is none; the graph stays."""
+    if not outputs:
+        return [torch.zeros_like(own) for own in tensors]
+    return torch.autograd.grad(outputs, tensors, weights, retain_graph=True, materialize_grads=True, allow_unused=True)
 
 
 def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:

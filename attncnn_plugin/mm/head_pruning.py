@@ -5,7 +5,6 @@ from typing import Any, Optional, Sequence, Union
 from mmpretrain.registry import HOOKS
 from torch import nn
 
-from ..pruning import prunable_heads
 from ..training import JudgedHeads, PruneHeads, parts_in_phases
 from ..training.loops import check_epochs
 from .follow_state_dict import FollowStateDictHook
@@ -128,8 +127,9 @@ class HeadPruningHook(FollowStateDictHook):
             self._remove(runner, model, judged)
 
     def _remove(self, runner, model: nn.Module, judged: JudgedHeads) -> None:
-        layers = prunable_heads(model)
-        without_bias = [name for name in judged.heads if layers[name].output.bias is None]
+        layers = self.pruner.layers(model, [judged.example])
+        self.pruner.find(model, {name: layers[name] for name in judged.heads}, judged.example)
+        without_bias = [name for name in judged.heads if getattr(layers[name].output, 'bias', None) is None]
         if self.pruner.bias_correction and without_bias:
             runner.logger.warning(
                 f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '

@@ -317,12 +317,11 @@ def compare(expected: Computed, found: Computed, gone: Mapping[str, Sequence[int
     for key, tensors in expected.items():
         if key.startswith('heads of '):
             name = key[len('heads of ') :].partition('#')[0]
-            tensors = [
-                own for head, own in enumerate(tensors) if head not in gone[name] or len(tensors) == len(found[key])
-            ]
+            is_cut = len(tensors) > len(found.get(key, []))  # not yet, where a mask hides its heads
+            tensors = [own for head, own in enumerate(tensors) if not is_cut or head not in gone[name]]
         if [own.shape for own in tensors] != [own.shape for own in found.get(key, [])]:
             raise ValueError(f'{key} has other shapes')
-        for own, other in zip(tensors, found[key]):
+        for own, other in zip(tensors, found.get(key, [])):
             if own.numel():
                 scale = float(own[own.isfinite()].abs().amax()) if own.isfinite().any() else 1.0
                 same = (own == other) | own.isnan() & other.isnan()

@@ -1,13 +1,13 @@
 """Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
 
 import sys
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import timm
 import torch
 import torchvision
+from helpers.small import small_model
 from helpers.vits import OF_HUGGING_FACE, OF_TORCHVISION, SIZE, output_of, small_vit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +17,7 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.transformers.adapters import Attention
 
 IMAGES = 2, 3, SIZE, SIZE
 FUSED = ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_small_patch16_dinov3']
@@ -90,7 +91,7 @@ def test_encoder_layers_of_torch(batch_first):
     expected = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
     (maps,) = recorder.passes
     torch.testing.assert_close(maps['layers.0.self_attn'], expected, rtol=1e-12, atol=1e-14)
-    prune_heads(model, {'layers.0.self_attn': [1]})
+    prune_heads(model, {'layers.0.self_attn': [1]}, x)
     left = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
     torch.testing.assert_close(left, expected[:, [0, 2]], rtol=1e-12, atol=1e-14)
 
@@ -137,13 +138,21 @@ def test_windows_are_on_the_grid(name):
 @pytest.mark.parametrize('name', ['torchvision.SwinTransformer', 'torchvision.SwinTransformerV2'])
 @pytest.mark.parametrize('size', [SIZE, 24, 20])
 def test_windows_of_torchvision(name, size):
-    """With P of these windows the output is that of torchvision's own function, padding and masks included."""
+    """P V is the output of torchvision's own function, padding and masks included: there the values are the bias."""
     model, x = small_vit(name).double(), torch.randn(2, 3, size, size, dtype=torch.float64)
-    expected = model(x)
-    with ExitStack() as stack:
-        for layer in prunable_heads(model).values():
-            stack.enter_context(layer.output_called())
-        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+    maps, ran = attention_maps(model, x), {}
+    for layer in maps:
+        model.get_submodule(layer).register_forward_hook(lambda *own, layer=layer: ran.update({layer: own}))
+    model(x)
+    assert len(maps) == 4
+    for layer, probs in maps.items():
+        module, (tokens,), output = ran[layer]
+        bias, values = (
+            own.chunk(3, -1)[2].unflatten(-1, (3, -1)) for own in (module.qkv.bias, module.qkv(tokens).flatten(1, 2))
+        )
+        heads = probs @ values.transpose(1, 2) + (1 - probs.sum(-1, keepdim=True)) * bias[:, None]
+        expected = module.proj(heads.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(output.flatten(1, 2), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa3_small_patch4_32'])
@@ -357,7 +366,7 @@ def test_rollout_of_other_libraries(name, target):
 
 def gradient_by_map(model, x, name, target):
     """∂y/∂A by autograd through the layer, computed again by ``A V`` from values of its own weights."""
-    heads, found = prunable_heads(model)[name], {}
+    heads, found = Attention(model.get_submodule(name)), {}
 
     def replaced(module, args, kwargs, output):
         def of_heads(which):
@@ -401,26 +410,20 @@ def test_rollout_without_a_class_token():
     assert rollout(model, x, target=3).shape == (2, 4, 4)
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        'vit_tiny_patch16_224',
-        'torchvision.VisionTransformer',
-        'transformers.ViT',
-    ],
-)
+@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa_attn'])
 @pytest.mark.parametrize('target', [None, 1])
 def test_rollout_of_layers_without_heads(name, target):
     """They mix no tokens, so that the rollout is that of the other layers."""
-    model, x = small_vit(name).double(), images()
+    model, x = small_model(name).double().eval(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     first, last = prunable_heads(model)
-    prune_heads(model, {first: [0, 1, 2]}, allow_empty=True)
+    prune_heads(model, {first: range(prunable_heads(model)[first].num_heads)}, allow_empty=True)
     heat, probs = rollout(model, x, target), attention_maps(model, x)[last]
     if target is None:
-        torch.testing.assert_close(heat, probs.mean(1)[:, 0, 1:].unflatten(1, (4, 4)) / 2, rtol=1e-12, atol=1e-14)
+        joint = (probs.mean(1) + torch.eye(64)) / 2
+        torch.testing.assert_close(heat, joint.mean(1).unflatten(1, (8, 8)), rtol=1e-12, atol=1e-14)
     assert (heat > 0).any()
-    prune_heads(model, {last: [0, 1, 2]}, allow_empty=True)
-    with pytest.raises(ValueError, match='no attention of a Vi.* was seen'):
+    prune_heads(model, {last: range(prunable_heads(model)[last].num_heads)}, allow_empty=True)
+    with pytest.raises(ValueError, match='no attention of a .* was seen'):
         rollout(model, x, target)
 
 
