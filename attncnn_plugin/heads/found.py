@@ -197,28 +197,32 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
     """
     layers: Dict[str, Heads] = {}
     masked: Dict[str, List[int]] = {}
+    runs = []
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         """Sees, before the first pass, which axes are heads."""
-        if not masked:
-            handle.remove()
-            layers.update(seen_heads(model, lambda: model(*args, **kwargs)))
-            named = layer_names(layers, heads)
-            named = {name: check_heads(own, layers[name].num_heads, True) for name, own in named.items()}
-            masked.update(named)
-            watch.functions.counts.clear()  # the names of attention begin again
+        if layers or runs:
+            return
+        runs.append(module)
+        try:
+            found = seen_heads(model, lambda: model(*args, **kwargs))
+        finally:
+            runs.clear()
+        for name, own in layer_names(found, heads).items():
+            masked[name] = check_heads(own, found[name].num_heads, allow_empty=True)
+        layers.update(found)
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        with masking(model, layers, masked) as watch:
+        with masking(model, layers, masked):
             yield
     finally:
         handle.remove()
 
 
 @contextmanager
-def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[Any]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields what watches the model."""
+def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """Sets the outputs of heads to zero, of layers whose axes of heads are known."""
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
@@ -227,8 +231,8 @@ def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, S
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
         return attention.where(heads[name], torch.zeros(1), output)
 
-    with watching(model, touch=touch) as watch:
-        yield watch
+    with watching(model, touch=touch, again=True):
+        yield
 
 
 @torch.inference_mode(False)

@@ -33,7 +33,7 @@ AMOUNTS = {
 
 
 def of_images(of_calls: Sequence[Tensor], images: int) -> Tensor:
-    """Returns ∂L/∂ξ of the loss of each image, ``(images, N_h)``, of that of the mean loss, ``(rows, N_h)`` of each call.
+    """Returns ∂L/∂ξ of the loss of each image, ``(images, N_h)``, by those of the mean loss in each call.
 
     A call has rows for all images, and windows of an image lie one after the other. It can compute some images at a
     time; attention can be called several times in one pass.

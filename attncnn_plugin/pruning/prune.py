@@ -131,10 +131,9 @@ def prune_heads(
     check_not_distributed(model)
     layers: Dict[str, Heads] = dict(own_heads(model))
     run = None
-    if inputs is not None or not _have_names(layers, heads):
-        with suppress(ValueError) if layers and inputs is None else nullcontext():  # another name is wrong then
-            run = example_run(model, inputs, call)
-            layers.update(seen_heads(model, run))
+    with suppress(ValueError) if layers and inputs is None else nullcontext():  # what the model takes may be unknown
+        run = example_run(model, inputs, call)
+        layers.update(seen_heads(model, run))
     named = layer_names(layers, heads)
     named = {name: layers[name].check_heads(named[name], allow_empty) for name in layers if name in named}
     named = {name: own for name, own in named.items() if own}
@@ -174,17 +173,6 @@ def in_words(number: int) -> str:
 def own_heads(model: nn.Module) -> Dict[str, PrunableHeads]:
     """Returns the layers of this package in a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
-
-
-def _have_names(layers: Mapping[str, Heads], heads: Mapping[Union[str, int], Any]) -> bool:
-    """Says whether layers of this package have all of the names."""
-    if not layers:
-        return False
-    try:
-        layer_names(layers, heads)
-    except ValueError:
-        return False
-    return True
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:

@@ -240,10 +240,10 @@ class PruneHeads:
             layers = self.layers(model, batches)
             seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
             wanted = lambda name: name.partition('#')[0] in layers  # noqa: E731
-            with head_means(model, wanted) as means, observed_attention(model, seen) as observed:
-                with counting(model, images):
-                    for batch in batches:
-                        self.loss(model, batch)
+            observing = observed_attention(model, seen)
+            with head_means(model, wanted) as means, observing as observed, counting(model, images):
+                for batch in batches:
+                    self.loss(model, batch)
             if batches and self.amount:
                 importance = self._importance(model, batches, layers)
             if batches and 'multiply_adds' in self.amount:
@@ -257,9 +257,7 @@ class PruneHeads:
         sizes = {name: means[name].size or size if name in means else size for name in layers}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {
-                name: normalized(own) if self.by is None else own / count for name, own in importance.items()
-            }
+            importance = {name: normalized(own) if self.by is None else own / count for name, own in importance.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, gone in heads.items():

@@ -423,6 +423,9 @@ def test_rollout_of_layers_without_heads(name, target):
         torch.testing.assert_close(heat, joint.mean(1).unflatten(1, (8, 8)), rtol=1e-12, atol=1e-14)
     assert (heat > 0).any()
     prune_heads(model, {last: range(prunable_heads(model)[last].num_heads)}, allow_empty=True)
+    if target is None:  # each token is its own
+        torch.testing.assert_close(rollout(model, x), torch.full((2, 8, 8), 1 / 64).double(), rtol=1e-12, atol=0)
+        return
     with pytest.raises(ValueError, match='no attention of a .* was seen'):
         rollout(model, x, target)
 

@@ -8,7 +8,7 @@ from helpers.small import numbers, small_model, trained_like
 from helpers.vits import SIZE, output_map, output_of, small_vit
 from torch import nn
 
-from attncnn_plugin import follow_state_dict
+from attncnn_plugin import AttentionRecorder, follow_state_dict
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.heads.sizes import WAYS
 from attncnn_plugin.pruning import head_importance, masked_heads, prunable_heads, prune, prune_heads
@@ -92,6 +92,19 @@ def test_a_mask_computes_and_trains_as_the_pruned_model(name):
             torch.testing.assert_close(left[parameter], gradient, **exact)
 
 
+@pytest.mark.parametrize('name', ['timm', 'positions'])
+def test_a_mask_with_gradient_checkpointing(name):
+    """What is computed again has the mask, too."""
+    model, inputs, heads = case_of(name)
+    found = []
+    for checkpointing in (False, True):
+        model.train().set_grad_checkpointing(checkpointing)
+        with masked_heads(model, heads):
+            found.append(gradients(model, inputs)[1])
+    for parameter, gradient in found[0].items():
+        assert gradient is None or torch.equal(gradient, found[1][parameter])
+
+
 @pytest.mark.parametrize('name', ['timm', 'folded', 'positions'])
 def test_a_mask_in_training_with_dropout(name):
     """It draws what the model draws, and without heads it changes no bit."""
@@ -126,8 +139,10 @@ def test_masks_inside_of_masks_and_of_all_heads():
     model, inputs, _ = case_of('timm')
     with masked_heads(model, {0: [0, 2], 1: [0, 1, 2]}):
         expected = model(inputs)
-    with masked_heads(model, {0: [0]}), masked_heads(model, {1: range(3)}), masked_heads(model, {0: [2]}):
+    masks = [masked_heads(model, heads) for heads in ({0: [0]}, {1: range(3)}, {0: [2]})]
+    with AttentionRecorder(model) as recorder, masks[0], masks[1], masks[2]:
         assert torch.equal(model(inputs), expected) and torch.equal(model(inputs), expected)
+    assert [list(maps) for maps in recorder.passes] == [['blocks.0.attn', 'blocks.1.attn']] * 2
     for layer, heads in (('blocks.0.attn', [0, 2]), ('blocks.1.attn', [0, 1, 2])):
         for head in heads:
             output, columns = output_map(model, layer, head)

@@ -286,7 +286,9 @@ def test_hooks_and_attributes_that_may_not_fit(change):
     model = small_vit('vit_tiny_patch16_224')
     change(model.blocks[1].attn.qkv.weight)
     before = list(model.parameters())
-    with pytest.raises(ValueError, match=r'parameter of shape \(72, 24\) in the place of blocks.1.attn.qkv.weight has .* remove'):
+    with pytest.raises(
+        ValueError, match=r'parameter of shape \(72, 24\) in the place of blocks.1.attn.qkv.weight has .* remove'
+    ):
         prune_heads(model, {0: [0], 1: [0]})
     assert all(one is other for one, other in zip(before, model.parameters()))
     assert [layer.num_heads for layer in prunable_heads(model).values()] == [3, 3]
