@@ -127,8 +127,8 @@ class HeadPruningHook(FollowStateDictHook):
             self._remove(runner, model, judged)
 
     def _remove(self, runner, model: nn.Module, judged: JudgedHeads) -> None:
-        layers = self.pruner.layers(model, [judged.example])
-        self.pruner.find(model, {name: layers[name] for name in judged.heads}, judged.example)
+        layers = self.pruner.layers(model, judged.example)
+        self.pruner.find(model, {name: layers[name] for name in judged.heads}, *judged.example)
         without_bias = [name for name in judged.heads if getattr(layers[name].output, 'bias', None) is None]
         if self.pruner.bias_correction and without_bias:
             runner.logger.warning(

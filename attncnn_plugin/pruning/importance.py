@@ -247,9 +247,10 @@ def least_important(
     keep: Optional[int] = None,
     multiply_adds: Optional[float] = None,
     costs: Optional[Tuple[float, Mapping[str, Tensor]]] = None,
-    allow_empty: bool = False,
 ) -> Dict[str, List[int]]:
     """Returns the heads to remove, the least important first, over all layers (Michel et al. 2019, section 4).
+
+    The most important head of a layer stays.
 
     Args:
         importance (Mapping[str, Tensor]): Of each head by the name of the layer, of
@@ -259,8 +260,6 @@ def least_important(
         multiply_adds (float, optional): The share of the model's multiply-adds that stays, above 0, up to 1. Defaults
             to None.
         costs (tuple, optional): Of :func:`head_costs`, for ``multiply_adds``. Defaults to None.
-        allow_empty (bool): Whether all heads of a layer may go; otherwise its most important one stays. Defaults to
-            False.
 
     Returns:
         dict[str, list[int]]: By the name of the layer, rising; layers that lose none are left out.
@@ -283,9 +282,8 @@ def least_important(
                 'or the loss of some is not a finite number'
             )
     ranked = sorted((value, name, head) for name, own in importance.items() for head, value in enumerate(own.tolist()))
-    if not allow_empty:
-        best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
-        ranked = [entry for entry in ranked if entry[1:] not in best]
+    best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
+    ranked = [entry for entry in ranked if entry[1:] not in best]
     number = sum(map(len, importance.values()))
     if keep is not None and keep > number:
         raise ValueError(f'keep={keep} must be at most {number}, the number of heads')

@@ -1,7 +1,7 @@
 """Heads that go in a training: judged by criteria, and removed while the optimizer keeps training what is left."""
 
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -57,13 +57,13 @@ class JudgedHeads:
         heads (dict[str, list[int]]): By the name of the layer, those of them that go: the least uniform head of a layer
             stays. Layers that lose none are left out.
         means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
-        example (Any): The first batch; None without images.
+        example (Sequence): The first batch; none without images.
     """
 
     reports: Dict[str, DegeneracyReport]
     heads: Dict[str, List[int]]
     means: Dict[str, HeadMeans]
-    example: Any = None
+    example: Sequence[Any] = ()
 
 
 class PruneHeads:
@@ -135,19 +135,12 @@ class PruneHeads:
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
-        batch = next(iter(self._some(batches, 1)), None)
-        with random_numbers_kept(), torch.no_grad():
-            try:
-                found = prunable_heads(model) if batch is None else prunable_heads(model, batch, self.loss)
-            except ValueError:
-                if batch is not None:
-                    raise
-                found = {}  # what the model takes is unknown
+        found: Dict[str, Heads] = {}
+        example = self._some(batches, 1) or [None]
+        unknown = suppress(ValueError) if example == [None] else nullcontext()  # what the model takes
+        with random_numbers_kept(), torch.no_grad(), unknown:
+            found = prunable_heads(model, example[0], self.loss)
         return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
-
-    def needs_images(self, model: nn.Module) -> bool:
-        """Returns True if a layer depends on content, or the loss decides."""
-        return bool(self.amount) or any(map(depends_on_content, self.layers(model).values()))
 
     def check(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are.
@@ -266,7 +259,7 @@ class PruneHeads:
         judged = [reports, {name: gone for name, gone in heads.items() if gone}]
         if _is_distributed():
             dist.broadcast_object_list(judged)
-        return JudgedHeads(judged[0], judged[1], means, batches[0] if batches else None)
+        return JudgedHeads(judged[0], judged[1], means, batches[:1])
 
     def remove(
         self,
@@ -292,8 +285,7 @@ class PruneHeads:
                 changed then.
         """
         models, optimizers = [model, *copies], list(optimizers)
-        example = [] if judged.example is None else [judged.example]
-        layers = [self.layers(own, example) for own in models]
+        layers = [self.layers(own, judged.example) for own in models]
         numbers = {name: layers[0][name].num_heads for name in judged.heads}
         for own, of_model in zip(models, layers):
             found = {name: layer.num_heads for name, layer in of_model.items()}
@@ -305,14 +297,13 @@ class PruneHeads:
         values: List[Tensor] = []
         if self.bias_correction:
             for own, of_model in zip(models, layers):
-                self.find(own, {name: of_model[name] for name in judged.heads}, *example)
+                self.find(own, {name: of_model[name] for name in judged.heads}, *judged.example)
                 outputs = [of_model[name].output for name in judged.heads]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
             for of_model in layers:
                 self._make_up(of_model, judged)
-            call = None if judged.example is None else self.loss
-            changes = [prune_heads(own, judged.heads, judged.example, call=call) for own in models]
+            changes = [prune_heads(own, judged.heads, *judged.example, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
         return changes[0]

@@ -233,11 +233,9 @@ def test_number_of_heads():
     for settings, expected in (
         (dict(threshold=0.1), {}),
         (dict(threshold=0.35), {'a': [1], 'b': [0]}),  # the last one of a layer stays
-        (dict(threshold=0.35, allow_empty=True), {'a': [1], 'b': [0, 1]}),
         (dict(keep=5), {}),
         (dict(keep=3), {'a': [1], 'b': [0]}),
         (dict(keep=2), {'a': [1, 2], 'b': [0]}),
-        (dict(keep=0, allow_empty=True), {'a': [0, 1, 2], 'b': [0, 1]}),
         (dict(multiply_adds=1.0, costs=costs), {}),
         (dict(multiply_adds=0.9, costs=costs), {'a': [1]}),
         (dict(multiply_adds=0.89, costs=costs), {'a': [1], 'b': [0]}),

@@ -33,6 +33,7 @@ warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', 
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
+from attncnn_plugin.pruning.criteria import depends_on_content
 from attncnn_plugin.pruning.importance import Loss, check_amount
 from attncnn_plugin.training import PruneHeads
 from attncnn_plugin.training.head_pruning import IMPORTANCE, loss_of_batch
@@ -137,11 +138,12 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace, image: Optional[
     model = loaded.model
     example = [] if args.config or image is None else [(image, torch.zeros(1, dtype=torch.long))]
     pruner = PruneHeads(batches=example, loss=loss_of(args), criteria=criteria, layers=args.layers, **amount)
-    if not pruner.layers(model):
+    layers = pruner.layers(model)
+    if not layers:
         raise ValueError(f'--layers {args.layers}: there is {pruner.nothing}')
     pruner.check(model)
     batches, size = [], None
-    if pruner.needs_images(model):
+    if amount or any(map(depends_on_content, layers.values())):
         batches = itertools.islice(batches_of(loaded, args), args.num_batches)
     else:
         size = tuple(args.size or loaded.grid)
