@@ -182,7 +182,7 @@ def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
 
 def number_of_parameters(module: nn.Module) -> int:
     """Returns the number of entries of all parameters of a module; lazy ones have none yet."""
-    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+    return sum([parameter.numel() for parameter in module.parameters() if not is_lazy(parameter)])
 
 
 @dataclass(frozen=True, eq=False)

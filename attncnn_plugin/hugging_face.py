@@ -6,6 +6,7 @@ from typing import Any, Dict, Union
 import torch
 
 from .attention.state_dicts import EXTRA_STATE
+from .heads.sizes import RECORD
 from .structure import follow_state_dict
 
 
@@ -38,11 +39,18 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         raise ValueError(f'{folder}/config.json has the architecture {name}, which is no model of transformers')
+
+    class WithRecords(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for module in list(self.modules()):
+                module.register_buffer(RECORD, torch.zeros(3, dtype=torch.long))
+
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report what has another shape
     try:
         every = {**settings, 'ignore_mismatched_sizes': True, 'output_loading_info': True}
-        model, info = cls.from_pretrained(folder, **every)
+        model, info = _named_as(WithRecords, cls).from_pretrained(folder, **every)
     finally:
         transformers.logging.set_verbosity(verbosity)
     converted = [key for key in info['unexpected_keys'] if key.endswith(EXTRA_STATE)]
@@ -52,16 +60,22 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
             'the state dict of such a model, with attncnn_plugin.follow_state_dict(model, state_dict) in between'
         )
     saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
-    if saved:
-        strict, shapes = not settings.get('ignore_mismatched_sizes'), {**model.state_dict(), **saved}
+    own = model.state_dict()
+    missing = {key for key in own if key.endswith(RECORD)} & set(info['missing_keys'])
+    shapes = {key: saved.get(key, value) for key, value in own.items() if key not in missing}
+    strict = not settings.get('ignore_mismatched_sizes')
 
-        class WithoutHeads(cls):  # type: ignore[misc, valid-type]
-            def __init__(self, config: Any) -> None:
-                super().__init__(config)
-                follow_state_dict(self, shapes, strict)
+    class WithoutHeads(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            follow_state_dict(self, shapes, strict)
 
-        # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
-        WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
-        model, info = WithoutHeads.from_pretrained(folder, **{**settings, 'output_loading_info': True})
-        model.__class__ = cls
+    model, info = _named_as(WithoutHeads, cls).from_pretrained(folder, **{**settings, 'output_loading_info': True})
+    model.__class__ = cls
     return (model, info) if settings.get('output_loading_info') else model
+
+
+def _named_as(cls: Any, base: Any) -> Any:
+    """Returns a class by the name of another: by it transformers chooses the loss, and knows older names of weights."""
+    cls.__name__, cls.__module__ = base.__name__, base.__module__
+    return cls

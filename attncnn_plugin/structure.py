@@ -2,22 +2,28 @@
 
 import contextlib
 from dataclasses import replace
-from typing import Any, Dict, List, Mapping, Optional
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Union
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
-from .attention.window import CONVOLUTIONS
+from .attention.window import CONVOLUTIONS, shown
 from .change import Change, LayerChange, Successor, all_or_nothing, number_of_parameters, within
+from .checkpoint_files import load_from_local
 from .convert.convolutions import computed
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, check_settings, new_attention
-from .heads.sizes import RECORD, FewerHeads
+from .heads.sizes import RECORD, FewerHeads, number_of_heads
+
+HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema'  # of a state dict, in a checkpoint
+WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
 
 
-def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> Change:
+def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str, Path], strict: bool = True) -> Change:
     """Brings a model to the structure of a state dict that you are about to load; the values are not loaded.
 
     A convolution becomes attention where the state dict has that (:func:`attncnn_plugin.convert.convs_to_attention`).
@@ -27,7 +33,9 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
 
     Args:
         model (nn.Module): Any model, not wrapped for distributed training.
-        state_dict (Mapping[str, Tensor]): With the model's names.
+        state_dict (Mapping[str, Tensor] | str | Path): With the model's names; a checkpoint that holds such a dict, as
+            of timm, Lightning, mmengine or ``nn.DataParallel``; or a file of one, of torch or safetensors, or a folder
+            of files.
         strict (bool): Whether to refuse a state dict that ``load_state_dict`` would refuse once the model has its
             structure. Otherwise entries that are missing, too many or of another shape are left to the loading, and
             modules of this package whose entries no structure explains. Defaults to True.
@@ -50,7 +58,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
         >>> fresh.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """
-    _check_names(model, state_dict)
+    state_dict = weights_in(state_dict, model)
     structures = plan(model, state_dict)
     if strict:
         trial = copy_without_values(model)
@@ -80,7 +88,7 @@ def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> D
     structures: Dict[str, Any] = {}
     for name, module in model.named_modules():
         inside = f'{prefix}{name}.' if name else prefix
-        structure = attention_in(module, state_dict, inside) if name else None
+        structure = attention_in(module, state_dict, inside) if name and f'{inside}value.weight' in state_dict else None
         if structure is None and isinstance(module, Restructurable):
             with contextlib.suppress(StructureError):  # the loading refuses it, and says why
                 structure = module.structure_in(state_dict, inside)
@@ -100,7 +108,7 @@ def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
     before = number_of_parameters(model)
     for name, structure in structures.items():
         module = new = model.get_submodule(name)
-        what, size, change = in_words(module), number_of_parameters(module), None
+        what, size, change = _in_words(module, structure, 'now'), number_of_parameters(module), None
         if isinstance(structure, nn.Module):
             new = structure
             model.set_submodule(name, new)
@@ -110,21 +118,41 @@ def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
         else:
             change = module.take_structure(structure)
         if change is None:
-            layers.append(LayerChange(name, what, in_words(new), size, number_of_parameters(new)))
+            after = _in_words(new, structure, 'left')
+            layers.append(LayerChange(name, what, after, size, number_of_parameters(new)))
         else:
             layers += [replace(layer, name=f'{name}.{layer.name}'.lstrip('.')) for layer in change.layers]
             replaced.update(within(name, change.replaced))
     return Change(tuple(layers), before, number_of_parameters(model), replaced)
 
 
-def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Refuses what holds a state dict, and one of a wrapped model."""
-    for name in ('state_dict', 'model'):
-        if isinstance(state_dict.get(name), Mapping):
-            raise StructureError(f'the state dict is in the entry {name!r} of what is given: give checkpoint[{name!r}]')
-    prefix = next(iter(state_dict), '').partition('.')[0]
-    if prefix in ('module', '_orig_mod') and not hasattr(model, prefix):
-        raise StructureError(f'the names of the state dict begin with {prefix}., as those of a wrapper: leave it out')
+def _in_words(module: nn.Module, structure: Any, when: str) -> str:
+    return number_of_heads(getattr(structure, when)) if isinstance(structure, FewerHeads) else in_words(module)
+
+
+def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
+    """Returns the state dict in a checkpoint, by the names of a model; of averages too, which have its structure.
+
+    Raises:
+        FileNotFoundError: There are no weights in a folder.
+        StructureError: There is no state dict in it.
+    """
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        files = [path] if not path.is_dir() else [*path.glob('*.safetensors')] or [*path.glob('pytorch_model*.bin')]
+        if not files:
+            raise FileNotFoundError(f'{path} has no *.safetensors and no pytorch_model*.bin')
+        parts = [load_file(own) if own.suffix == '.safetensors' else load_from_local(str(own)) for own in files]
+        source = parts[0] if len(parts) == 1 else {name: own for part in parts for name, own in part.items()}
+    if not isinstance(source, Mapping):
+        raise StructureError(f'state_dict={shown(source)} is no checkpoint: give a state dict, or what holds one')
+    for name in HOLDERS:
+        if isinstance(source.get(name), Mapping):
+            return weights_in(source[name], model)
+    for prefix in WRAPPERS:
+        if source and all(str(name).startswith(prefix) for name in source) and not hasattr(model, prefix[:-1]):
+            return weights_in({name[len(prefix) :]: own for name, own in source.items()}, model)
+    return source
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
@@ -133,7 +161,7 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     Raises:
         StructureError: The convolution cannot be converted.
     """
-    if not isinstance(module, (ImageAttention, *CONVOLUTIONS)) or f'{prefix}value.weight' not in state_dict:
+    if not isinstance(module, (ImageAttention, *CONVOLUTIONS)):
         return None
     settings = read_extra_state(state_dict, prefix)
     if settings is None:

@@ -109,10 +109,12 @@ def copy_without_values(model: nn.Module) -> Any:
 
     for module, new in copies.items():
         own = vars(new)
-        own.update({name: of.copy() if isinstance(of, (dict, list, set)) else of for name, of in vars(module).items()})
-        own['_modules'] = {name: copies.get(child) for name, child in module._modules.items()}
-        own['_parameters'] = {name: tensors.get(parameter) for name, parameter in module._parameters.items()}
-        own['_buffers'] = {name: tensors.get(buffer) for name, buffer in module._buffers.items()}
+        for name, value in vars(module).items():
+            own[name] = value.copy() if isinstance(value, (dict, list, set)) else value
+        for parts, copied in (('_modules', copies), ('_parameters', tensors), ('_buffers', tensors)):
+            own[parts] = kept = {}
+            for name, part in getattr(module, parts).items():
+                kept[name] = copied.get(part)
         own['_load_state_dict_pre_hooks'] = OrderedDict()
         before: Dict[int, Any] = module._load_state_dict_pre_hooks
         for hook in before.values():

@@ -1,10 +1,12 @@
 """The sizes that modules keep beside their parameters, after heads were removed; and a record of them.
 
-Attention that has lost heads has a buffer ``heads_record``: the number of heads that it was built with, that of now,
-and which other sizes follow, so that a state dict carries all that another model needs to take the same structure.
+Attention that has lost heads has a buffer: the number of heads that it was built with, that of now, and which other
+sizes follow, so that a state dict carries all that another model needs to take the same structure. Its name says who
+reads it, as it stands in the error of a loading that does not.
 """
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Tuple
 
@@ -14,14 +16,20 @@ from torch import Tensor, nn
 from ..attention.state_dicts import StructureError
 from .forward import forward_of_class, forward_with_fewer_heads
 
-RECORD = 'heads_record'
+RECORD = 'attncnn_follow_state_dict'
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
 OWN, TOKENS, VIEWS = 1, 2, 4
 WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
+IS_SIZE = re.compile('dim|size|width|channel|group')  # in the name of a number that is not one of heads
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
+
+
+def number_of_heads(number: int) -> str:
+    """Returns a number of heads in words."""
+    return f'{number} head' + 's' * (number != 1)
 
 
 def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
@@ -45,29 +53,23 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
     owners = []
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
-        owner = module.get_submodule(path)
-        _set_sizes_of_map(owner, leaf, old, new)
-        owners.append(owner)
+        owners.append(module.get_submodule(path))
+        _set_sizes_of_map(owners[-1], leaf, old, new)
         for was, own in zip(old, new):
             if was != own:  # of one map, two or three
                 widths.update({was // maps: own // maps for maps in (3, 2, 1) if was % maps == own % maps == 0})
     views = 0
-    for own in module.modules():
-        numbers = {key: value for key, value in vars(own).items() if type(value) is int}
-        counts = {
-            key: value
-            for key, value in numbers.items()
-            if is_number_of_heads(key, value) and (value == before or _is_of_keys(key) and 0 < value < before)
-        }
+    for part in module.modules():
+        counts = [key for key, value in vars(part).items() if 'head' in key and _counts_heads(key, value, before)]
         if not counts:
             continue
-        for key, value in counts.items():
-            setattr(own, key, value * after // before)
-        for key, value in numbers.items():
-            if way & OWN and key not in counts and value in widths and (way & TOKENS or key not in OF_TOKENS):
-                setattr(own, key, widths[value])
-        owners.append(own)
-        views += bool(way & VIEWS and _rewrite(own, built))
+        owners.append(part)
+        for key, value in [(key, value) for key, value in vars(part).items() if type(value) is int]:
+            if key in counts:
+                setattr(part, key, value * after // before)
+            elif way & OWN and value in widths and (way & TOKENS or key not in OF_TOKENS):
+                setattr(part, key, widths[value])
+        views += bool(way & VIEWS and _rewrite(part, built))
     for own in owners:
         for key, value in vars(own).items():  # the shape of biases
             if isinstance(value, tuple) and value[-1:] == (before,):
@@ -76,15 +78,10 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         raise TypeError('no forward pass could be rewritten')
 
 
-def is_number_of_heads(key: str, value: Any) -> bool:
-    """Says whether an attribute is a number of heads, by its name."""
-    is_size = any(size in key for size in ('dim', 'size', 'width', 'channel', 'group'))
-    return type(value) is int and 'head' in key and not is_size
-
-
-def _is_of_keys(key: str) -> bool:
-    """Says whether a number of heads is that of keys, which heads may share."""
-    return 'kv' in key or 'key_value' in key
+def _counts_heads(key: str, value: Any, number: int) -> bool:
+    """Says whether an attribute is the number of heads, or that of keys, which heads may share."""
+    of_keys = 'kv' in key or 'key_value' in key
+    return type(value) is int and not IS_SIZE.search(key) and (value == number or of_keys and 0 < value < number)
 
 
 def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
@@ -123,12 +120,13 @@ class FewerHeads:
     """The number of heads that attention has in a state dict, with the shapes there.
 
     Attributes:
-        built, left (int): The number of heads that it was built with, and has now.
+        built, now, left (int): The number of heads that it was built with, has now, and is to have.
         way (int): One of ``WAYS``.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
     """
 
     built: int
+    now: int
     left: int
     way: int
     shapes: Mapping[str, torch.Size]
@@ -147,24 +145,23 @@ class FewerHeads:
         if own == (built, left, way) or any(name not in shapes for name, _ in module.named_parameters()):
             return None
         now = own[1] if own else built
-        values = [
-            value for part in module.modules() for key, value in vars(part).items() if is_number_of_heads(key, value)
-        ]
-        if now not in values or own and own[0] != built:
+        attributes = [item for part in module.modules() for item in vars(part).items()]
+        numbers = [value for key, value in attributes if 'head' in key and type(value) is int]
+        if now not in numbers or own and own[0] != built:
             raise StructureError(
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
             )
-        return cls(built, left, way, shapes)
+        return cls(built, now, left, way, shapes)
 
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
-        own, before = record_of(module), shapes_of(module)
+        before = shapes_of(module)
         for name, shape in self._changed(module).items():
             _resize(module, name, shape)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
-        set_sizes(module, shapes, self.built, self.built if own is None else own[1], self.left, self.way)
+        set_sizes(module, shapes, self.built, self.now, self.left, self.way)
         write_record(module, self.built, self.left, self.way)
 
     def _changed(self, module: nn.Module) -> Dict[str, torch.Size]:

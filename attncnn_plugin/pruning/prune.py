@@ -34,7 +34,7 @@ from ..heads.found import (
     seen_heads,
 )
 from ..heads.seen import AnyAttention, watching
-from ..heads.sizes import WAYS, Shapes, record_of, set_sizes, shapes_of, write_record
+from ..heads.sizes import WAYS, Shapes, number_of_heads, record_of, set_sizes, shapes_of, write_record
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
@@ -163,14 +163,9 @@ def prune_heads(
             difference = compare(expected, compute({}))
     changes = []
     for name, gone in named.items():
-        words = in_words(numbers[name]), in_words(numbers[name] - len(gone))
+        words = number_of_heads(numbers[name]), number_of_heads(numbers[name] - len(gone))
         changes.append(LayerChange(name, *words, sizes[name], number_of_parameters(modules[name])))
     return Change(tuple(changes), before, number_of_parameters(model), replaced, difference=difference)
-
-
-def in_words(number: int) -> str:
-    """Returns a number of heads with its unit."""
-    return f'{number} head' + 's' * (number != 1)
 
 
 def own_heads(model: nn.Module) -> Dict[str, PrunableHeads]:
