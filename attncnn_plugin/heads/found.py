@@ -79,13 +79,11 @@ class FoundHeads:
 
         An entry goes with the last of its heads.
         """
-        gone = torch.zeros(self.num_heads, dtype=torch.bool)
-        gone[list(heads)] = True
-        found = {}
-        for name, (dim, owners) in self.owners.items():
-            goes = owners.any(1) & ~(owners & ~gone.to(owners.device)).any(1)
-            found[name] = dim, (~goes).nonzero().flatten()
-        return found
+        left = [head for head in range(self.num_heads) if head not in heads]
+        return {
+            name: (dim, (owners[:, left].any(1) | ~owners.any(1)).nonzero().flatten())
+            for name, (dim, owners) in self.owners.items()
+        }
 
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
         """Returns heads as integers.

@@ -10,7 +10,7 @@ from torch import nn
 
 from attncnn_plugin import AttentionRecorder, follow_state_dict
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.heads.sizes import WAYS
+from attncnn_plugin.heads.sizes import RECORD, WAYS
 from attncnn_plugin.pruning import head_importance, masked_heads, prunable_heads, prune, prune_heads
 
 VIT = 'vit_tiny_patch16_224'
@@ -223,7 +223,7 @@ def test_a_model_in_training(dtype):
     assert [module.training for module in model.modules()] == modes and ran[model] > 0
     assert {ran[module] for module in (vit, vit.blocks[0], vit.blocks[0].attn)} == {ran[model]}
     for name, own in model.named_buffers():
-        assert name.endswith('heads_record') or torch.equal(own, buffers[name])
+        assert name.endswith(RECORD) or torch.equal(own, buffers[name])
     attention = vit.blocks[0].attn
     assert not any(own.requires_grad for own in attention.qkv.parameters()) and attention.proj.weight.requires_grad
     assert torch.equal(attention.proj.weight.grad, gradient[:, 8:16]) and attention.qkv.weight.grad is None

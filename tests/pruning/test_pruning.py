@@ -25,6 +25,7 @@ from attncnn_plugin.attention import (
     StructureError,
 )
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
+from attncnn_plugin.heads.sizes import RECORD
 from attncnn_plugin.pruning import (
     find_degenerate_heads,
     head_importance,
@@ -292,7 +293,7 @@ def test_hooks_and_attributes_that_may_not_fit(change):
         prune_heads(model, {0: [0], 1: [0]})
     assert all(one is other for one, other in zip(before, model.parameters()))
     assert [layer.num_heads for layer in prunable_heads(model).values()] == [3, 3]
-    assert model.blocks[0].attn.num_heads == 3 and 'heads_record' not in model.blocks[0].attn._buffers
+    assert model.blocks[0].attn.num_heads == 3 and RECORD not in model.blocks[0].attn._buffers
 
 
 def test_attributes_of_kernels():
