@@ -52,10 +52,6 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """The linear map that takes the outputs of all heads, which lie one after the other."""
         return self.get_submodule(self.output_name)
 
-    def output_called(self) -> contextlib.AbstractContextManager:
-        """Has the forward pass call :attr:`output` as a module inside, as it always does."""
-        return contextlib.nullcontext()
-
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
         return self.head_entries(heads)[f'{self.output_name}.weight'][1]

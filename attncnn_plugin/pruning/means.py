@@ -111,7 +111,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
     weight = output.weight.double().unflatten(0, (getattr(output, 'groups', 1), -1))  # of groups of channels
     of_heads = [weight[..., layer.output_entries([head])] for head in heads]
     added = [own @ mean[head].to(own).view(len(own), -1, 1) for head, own in zip(heads, of_heads)]
-    output.bias.add_(sum(added).flatten().to(output.bias))  # type: ignore[union-attr]
+    output.bias.add_(sum(added).flatten().to(output.bias))
 
 
 def takes_duplicates(layer: Heads) -> bool:

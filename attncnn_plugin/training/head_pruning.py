@@ -136,10 +136,10 @@ class PruneHeads:
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
         found: Dict[str, Heads] = {}
-        example = self._some(batches, 1) or [None]
-        unknown = suppress(ValueError) if example == [None] else nullcontext()  # what the model takes
+        batch = next(iter(self._some(batches, 1)), None)
+        unknown = suppress(ValueError) if batch is None else nullcontext()  # what the model takes
         with random_numbers_kept(), torch.no_grad(), unknown:
-            found = prunable_heads(model, example[0], self.loss)
+            found = prunable_heads(model, batch, self.loss)
         return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
 
     def check(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> None:

@@ -681,7 +681,7 @@ def test_scores_that_are_no_scores(score, message):
 
 
 def prune_with_a_mistake_on_a_rank(rank, half, folder):
-    """Of no batches, and of labels that are no classes, on the second rank alone."""
+    """Of no batches, of labels that are no classes, and an optimizer that keeps other state, on the second rank."""
     found = []
     for batches in ([], [(IMAGES[half], LABELS[half] + 9)]):
         good = [(IMAGES[half], LABELS[half])]
@@ -689,12 +689,20 @@ def prune_with_a_mistake_on_a_rank(rank, half, folder):
             PruneHeads(keep=3).judge(vit(), batches if rank == 1 else good)
         except (ValueError, RuntimeError) as error:
             found.append(str(error))
-    return found
+    model, good = vit(embed_dim=24), [(IMAGES[half], LABELS[half])]
+    optimizer = (torch.optim.AdamW, of.Lists)[rank](model.parameters(), lr=1e-3)
+    step(model, optimizer, *good[0])
+    before = states(model)
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        PruneHeads(epoch=0, batches=good, keep=3).on_epoch_begin(model, optimizer, 0)
+    assert_as_before(before, model)
+    return [*found, str(raised.value)]
 
 
 def test_a_mistake_on_one_rank_ends_all(tmp_path):
     one, other = on_two_ranks(prune_with_a_mistake_on_a_rank, tmp_path)
-    for own, message in zip(other, ('there were no images', 'label 16 is none of the 10 classes')):
+    messages = 'there were no images', 'label 16 is none of the 10 classes', 'Q of a Lists has several tensors'
+    for own, message in zip(other, messages):
         assert own.startswith(message)
     assert one == [f'no heads are removed: rank 1 raised ValueError: {own}' for own in other]
 
