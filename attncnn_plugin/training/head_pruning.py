@@ -384,8 +384,8 @@ class PruneHeads:
         images: List[int] = []
         with counting(model, images):
             total, costs = head_costs(model, lambda: self.loss(model, batch))
-        self.multiply_adds_before = self.multiply_adds_before or total / sum(images)
-        return total / sum(images), {name: costs[name] / sum(images) for name in layers}
+        self.multiply_adds_before = self.multiply_adds_before or total / images[-1]
+        return total / images[-1], {name: costs[name] / images[-1] for name in layers}
 
 
 def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:

@@ -211,6 +211,9 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
         pruner.check(model, [(torch.randn(counted, 3, SIZE, SIZE), torch.zeros(counted, dtype=torch.long))])
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
         found.append(pruner.judge(model, [batch]).heads)
+        assert (
+            pruner._costs(model, batch, prunable_heads(model))[0] == head_costs(model, lambda: model(batch[0][:1]))[0]
+        )
     assert found[0] and found[0] == found[1] == found[2]
 
 
