@@ -143,6 +143,10 @@ def test_masks_inside_of_masks_and_of_all_heads():
     with AttentionRecorder(model) as recorder, masks[0], masks[1], masks[2]:
         assert torch.equal(model(inputs), expected) and torch.equal(model(inputs), expected)
     assert [list(maps) for maps in recorder.passes] == [['blocks.0.attn', 'blocks.1.attn']] * 2
+    with masked_heads(model, {0: [0, 2], 1: range(3)}):
+        with pytest.raises(RuntimeError):  # before heads were seen
+            model(inputs[:, :1])
+        assert torch.equal(model(inputs), expected)
     for layer, heads in (('blocks.0.attn', [0, 2]), ('blocks.1.attn', [0, 1, 2])):
         for head in heads:
             output, columns = output_map(model, layer, head)
@@ -165,8 +169,10 @@ def test_refused_names_and_heads(heads, message):
     """By both verbs; model and hooks are as before."""
     model, inputs, _ = case_of('timm')
     expected, before = model(inputs), [*model.parameters()]
-    with pytest.raises(ValueError, match=message), masked_heads(model, heads):
-        model(inputs)
+    with masked_heads(model, heads):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                model(inputs)
     with pytest.raises(ValueError, match=message):
         prune_heads(model, heads)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
