@@ -1,13 +1,13 @@
 """A model of any of three libraries with images as it takes them, as the tools need it."""
 
 import difflib
-import math
 import shutil
 import sys
 from argparse import Namespace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from textwrap import shorten
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -20,7 +20,6 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from .attention.state_dicts import without_prefix
 from .checkpoint_files import load_from_local
 from .hugging_face import load_hugging_face
 from .models import CMHSANetwork, SelfAttentionNetwork
@@ -160,7 +159,7 @@ class FileModel(LoadedModel):
         return torch.stack(list(images))
 
     def picture(self, image: Tensor) -> np.ndarray:
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        mean, std = (torch.tensor(values, device='cpu')[:, None, None] for values in (self.mean, self.std))
         return rgb_picture((255 * (image * std + mean)).round())
 
 
@@ -188,8 +187,7 @@ class TimmModel(FileModel):
         checkpoint (str, optional): Its weights. Defaults to None.
         pretrained (bool): Whether to take timm's pretrained weights. Defaults to False. Without these and without a
             checkpoint the weights are random, and a line on the standard error stream says so.
-        settings (dict, optional): Of ``timm.create_model``. Number of classes and size of images are by default those
-            that the shapes in the checkpoint say, where they do.
+        settings (dict, optional): Of ``timm.create_model``, such as ``num_classes``.
 
     Raises:
         FileNotFoundError: No such checkpoint.
@@ -208,15 +206,15 @@ class TimmModel(FileModel):
         self.model = create_timm(name, '--timm', pretrained=pretrained, **settings).eval()
         if checkpoint is not None:
             state_dict = read_timm(checkpoint)
-            found = dict(settings_in(state_dict, self.model).values())
-            if found.keys() - settings.keys():
-                settings = {**found, **settings}
-                self.model = timm.create_model(name, **settings).eval()
             try:
                 follow_state_dict(self.model, state_dict, strict=False)
                 self.model.load_state_dict(state_dict)
             except RuntimeError as error:
-                raise ValueError(f'{checkpoint} does not fit {name}: {self._misfit(state_dict, error)}') from error
+                reason = shorten(str(error), 400, placeholder=' …')
+                raise ValueError(
+                    f'{checkpoint} does not fit {name}: {reason}; give the settings that it was trained with, such as '
+                    '--model-kwargs num_classes=10 img_size=32, or another --timm'
+                ) from error
         elif not pretrained:
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
         data = resolve_model_data_config(self.model)
@@ -227,24 +225,6 @@ class TimmModel(FileModel):
             data.update({name: (fmean(data[name]),) for name in ('mean', 'std')})
         self.mean, self.std = data['mean'], data['std']
         self.transform = create_transform(**data, is_training=False)
-
-    def _misfit(self, state_dict: Mapping[str, Any], error: RuntimeError) -> str:
-        """Returns what it is in a state dict that the model does not take, and the remedy."""
-        if self._network is not None:
-            state_dict = without_prefix(state_dict, 'backbone.')
-        own = self.model.state_dict()
-        if not own.keys() & state_dict.keys():
-            return f'it has no entry of this model, but {", ".join(list(state_dict)[:3])}: give another --timm'
-        reasons = [line.strip() for line in str(error).splitlines() if 'state dict' in line]  # of this package
-        settings = {key: '{}={}'.format(*found) for key, found in settings_in(state_dict, self.model).items()}
-        if reasons and not settings:
-            return reasons[0]
-        there, here = ({key: tuple(np.shape(value)) for key, value in of.items()} for of in (state_dict, own))
-        key = next(key for key in (*settings, *here, *there) if there.get(key) != here.get(key))
-        there_is, here_is = there.get(key, 'missing'), here.get(key, 'missing')
-        is_position = 'pos' in key and there_is[-1:] == here_is[-1:]
-        remedy = settings.get(key, 'img_size=…' if is_position else 'as it was trained with, or another --timm')
-        return f'{key} is {there_is} there and {here_is} in the model, give --model-kwargs {remedy}'
 
 
 def read_timm(checkpoint: str) -> Dict[str, Any]:
@@ -263,31 +243,6 @@ def read_timm(checkpoint: str) -> Dict[str, Any]:
             return timm.models.load_state_dict(checkpoint, weights_only=True)
         except SafetensorError as error:
             raise ValueError(f'--checkpoint {checkpoint} is damaged or no safetensors file: {error}') from error
-
-
-def settings_in(state_dict: Mapping[str, Any], model: Any) -> Dict[str, Tuple[str, int]]:
-    """Returns number of classes and size of images that a state dict says by its shapes, where a model has others.
-
-    The size is that of square images, by an embedding of absolute positions.
-
-    Returns:
-        dict[str, tuple[str, int]]: By the name of the entry that says it, the setting of the model and its value.
-    """
-    found = {}
-    own = model.state_dict()
-    names = model.default_cfg.get('classifier') or ''
-    key = f'{names if isinstance(names, str) else names[0]}.weight'
-    classes = len(state_dict[key]) if key in state_dict else 0
-    if (key in state_dict or key in own) and classes != model.num_classes:
-        found[key] = 'num_classes', classes
-    embed = getattr(model, 'patch_embed', None)
-    shapes = [entries['pos_embed'].shape for entries in (state_dict, own) if 'pos_embed' in entries]
-    if hasattr(embed, 'grid_size') and [len(shape) for shape in shapes] == [3, 3] and shapes[0][1] != shapes[1][1]:
-        patches = shapes[0][1] - shapes[1][1] + math.prod(embed.grid_size)
-        side = math.isqrt(max(patches, 0))
-        if side**2 == patches > 0:
-            found['pos_embed'] = 'img_size', side * embed.img_size[0] // embed.grid_size[0]
-    return found
 
 
 class HuggingFaceModel(FileModel):

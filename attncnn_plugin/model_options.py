@@ -35,8 +35,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         '--model-kwargs',
         **pairs,
         action=ParseKwargs,
-        help='with --timm: settings of the model: k=v; by default num_classes and, with embeddings of absolute '
-        'positions, img_size are those of the checkpoint',
+        help='with --timm: settings of the model, such as num_classes=10: k=v',
     )
 
 

@@ -223,7 +223,7 @@ def test_heads_are_pruned_as_in_the_released_code():
         for head, (first, second) in enumerate([(1, 1), (3, 3 / 990), (3, 3 / 1010), (1.1e-5, 1e-5), (0.9e-5, 0.8e-5)]):
             layer.encoding.sqrt_precision[head] = torch.tensor([first, second]).sqrt().diag()
     for hook in hooks:
-        assert hook.epochs == (0,)
+        assert hook.times == (0,)
         assert find_degenerate_heads(layer, hook.pruner.criteria, (16, 16)).heads == [2, 4]
 
 

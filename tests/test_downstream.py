@@ -148,8 +148,8 @@ def test_halves(name, read):
     hook = HOOKS.build(settings)
     train_cfg, by_epoch = config.train_cfg, package_of(name) == 'mmdet'
     assert hook.unit == ('epoch' if by_epoch else 'iter')
-    assert 2 * hook.begin == (train_cfg.max_epochs if by_epoch else train_cfg.max_iters)
-    assert config.param_scheduler[-1].end == hook.begin and 'end' not in hook.param_scheduler[-1]
+    assert 2 * hook.times[0] == (train_cfg.max_epochs if by_epoch else train_cfg.max_iters)
+    assert config.param_scheduler[-1].end == hook.times[0] and 'end' not in hook.param_scheduler[-1]
 
 
 @pytest.fixture(scope='session')

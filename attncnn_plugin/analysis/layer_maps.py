@@ -6,28 +6,25 @@ Images are what its forward pass takes, normalized as in training.
 
 import math
 import re
+import warnings
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
-from ..attention.evaluation_mode import evaluating
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import BLOCK
 from ..heads.places import Places
 from ..pruning.criteria import relative_entropy_of_maps
-from .recorder import Call, called, no_attention, observe
+from .recorder import Call, attention_layers, no_attention, observe
 
 BATCH_SIZE = 4  # images in a pass
-HIDDEN = 1e-30  # of a probability; a mask of −100 leaves less
 CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
 
 Grid = Tuple[int, int]
@@ -67,8 +64,8 @@ class MeanAttention:
     def queries(self) -> Tuple[Tensor, Tensor]:
         """Rows and columns of the queries on the grid of keys."""
         if self.window is None:
-            return torch.arange(self.grid[0]), torch.arange(self.grid[1])
-        return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
+            return torch.arange(self.grid[0], device='cpu'), torch.arange(self.grid[1], device='cpu')
+        return self.window.queries(0, self.grid[0], 'cpu'), self.window.queries(1, self.grid[1], 'cpu')
 
     def of_query(self, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
         """Returns the probabilities of the keys for the query that is nearest to a place, and where this query is.
@@ -145,45 +142,109 @@ def mean_attention(
     """
     if part not in ('all', 'position'):
         raise ValueError(f"part={part!r} is unknown: choose 'all' or 'position'")
-    if not has_own_attention(model):
-        if images is None or size is not None or part != 'all':
-            raise ValueError(
-                f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends '
-                'on images, which say the grid, and has no parts: give only images'
-            )
-        return _maps_of_patches(model, images, layers, call)
-    own_layers = {name: layer for name, layer in attention_layers(model).items() if chosen_by(layers)(name)}
-    by_images = {
-        name: layer
-        for name, layer in own_layers.items()
-        if layer.depends_on_content and not (part == 'position' and layer.has_position_scores)
-    }
-    grids = grids_of_layers(model, own_layers, images, size, call)
-    maps = maps_of_images(model, by_images, images, part, call)
-    for name in own_layers.keys() - by_images:
-        exact = position_maps(own_layers[name], grids[name])
-        maps[name] = replace(exact, probs=exact.probs.float())
-    return {name: maps[name] for name in own_layers}
+    maps = maps_of_layers(model, images, size, (part,), layers, call)
+    return {name: replace(own, probs=own.probs.float()) for name, _, _, own in maps}
 
 
-def grids_of_layers(
-    model: nn.Module,
-    layers: Mapping[str, AttentionLayer],
-    images: Optional[Tensor],
-    size: Optional[Sequence[int]],
-    call: Call = None,
-) -> Dict[str, Grid]:
-    """Returns height and width of the keys of each layer, by one of the images or as they are given."""
+def maps_of_layers(
+    model: nn.Module, images: Any, size: Optional[Sequence[int]], parts: Sequence[str], layers: Layers, call: Call
+) -> Iterator[Tuple[str, Optional[AttentionLayer], str, MeanAttention]]:
+    """Yields name, layer, part and maps of all attention of a model, one after the other: they can be gigabytes.
+
+    The layer is None for attention of another library, which has only the part ``'all'``. What depends only on position
+    has the first of the parts, in float64.
+    """
     if (images is None) == (size is None):
         raise ValueError(f'images={shown(images)} and size={shown(size)}: give images, or the size of a grid in tokens')
+    model = unwrap_model(model)
+    seen: Dict[str, Any] = {name: own for name, own in attention_layers(model).items() if chosen_by(layers)(name)}
+    if not seen and (images is None or 'all' not in parts):
+        raise ValueError(
+            f'size={shown(size)} and part={parts[0]!r}, but the attention of model, a {type(model).__name__}, depends '
+            'on images, which say the grid, and has no parts: give only images'
+        )
+    for name, own in seen.items():
+        if any(hasattr(parameter, 'full_tensor') for parameter in own.parameters()):
+            raise ValueError(f'{name} has parameters that are DTensors, as by fully_shard: give a model that is whole')
     if images is None:
         height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
-        return dict.fromkeys(layers, (height, width))
-    grids: Dict[str, Grid] = {}
-    visit_layers(
-        model, in_batches(images, 1)[0], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}), call
-    )
-    return grids
+        grids, means = dict.fromkeys(seen, (height, width)), {}  # type: ignore[var-annotated]
+    else:
+        seen, grids, means = _seen_on_images(model, images, parts, layers, call)
+    for name, layer in seen.items():
+        for part in parts if layer is None or layer.depends_on_content else parts[:1]:
+            if layer is not None and is_of_position(layer, part):
+                yield name, layer, part, position_maps(layer, grids[name])
+            elif (name, part) in means:
+                yield name, layer, part, means[name, part]
+            elif layer is not None:
+                raise ValueError(
+                    f'the scores of {name or "layer"}, {layer.extra_repr()}, depend on images: give images instead of '
+                    "size, or choose part='position' where a term depends only on position"
+                )
+
+
+@torch.no_grad()
+def _seen_on_images(
+    model: nn.Module, images: Any, parts: Sequence[str], layers: Layers, call: Call
+) -> Tuple[Dict[str, Optional[AttentionLayer]], Dict[str, Grid], Dict[Tuple[str, str], MeanAttention]]:
+    """Returns what runs on images: the layers, in this order, their grids, and means over images by name and part."""
+    seen: Dict[str, Optional[AttentionLayer]] = {}
+    grids: Dict[str, Any] = {}
+    sums: Dict[Tuple[str, str], Any] = {}
+    windows: Set[str] = set()
+    others: Dict[str, Tuple[int, ...]] = {}
+
+    def add(name: str, part: str, **values: Tensor) -> None:
+        own = sums.setdefault((name, part), Counter())
+        own.update({field: value.sum(0) for field, value in values.items()}, count=len(values['probs']))
+
+    def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        seen[name], grids[name] = layer, layer.grid_of(x)
+        for part in parts:
+            scores_of = layer.position_scores if part == 'position' else layer.attention_scores
+            for some in few_images(layer, x) if not is_of_position(layer, part) else ():
+                probs = probs_of_scores(scores_of(some), grids[name])
+                add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
+
+    def visit(name: str, probs: Tensor, places: Places) -> None:
+        if 'all' not in parts or not are_between_patches(name, probs, places):
+            others[name] = tuple(probs.shape)
+            return
+        seen[name] = None
+        if places.are_windows:
+            windows.add(name)
+        for some, of_some in places.by_image(probs) if places.are_windows else [(probs, places)]:
+            whole, grids[name] = of_some.on_grid(some)  # type: ignore[misc]
+            total = whole.sum(-1, keepdim=True)
+            own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
+            entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
+            largest = math.log(own.shape[-1])
+            if name in windows:
+                number = of_some.sees(some).sum(-1)[of_some.queries > 0]  # type: ignore[operator]
+                largest = max(number.double().log().mean().item(), torch.finfo(torch.float).tiny)
+            relative, left_out = (entropy / largest).clamp(max=1), 1 - total.squeeze(-1).mean(-1)
+            add(name, 'all', probs=own, entropy=entropy, relative_entropy=relative, prefix_mass=left_out)
+
+    for batch in in_batches(images):
+        observe(model, batch, visit, layers, call, visit_own)
+        if not sums:  # all depends only on position
+            break
+    if not seen:
+        raise no_attention(model, others)
+    warn_of(model, others)
+    means, number = {}, len(next(iter(images.values())) if isinstance(images, Mapping) else images)
+    for (name, part), own in sums.items():
+        count = own.pop('count')
+        values: Dict[str, Any] = {field: (value / count).cpu() for field, value in own.items()}
+        values.update(window=getattr(seen[name], 'window', None), in_windows=name in windows)
+        means[name, part] = MeanAttention(grid=grids[name], num_images=number, **values)
+    return seen, grids, means
+
+
+def is_of_position(layer: AttentionLayer, part: str) -> bool:
+    """Says whether a part of the attention of a layer depends only on position."""
+    return not layer.depends_on_content or part == 'position' and layer.has_position_scores
 
 
 @torch.no_grad()
@@ -197,63 +258,11 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
     return MeanAttention(probs.cpu(), grid, layer.window, gaussian)
 
 
-def maps_of_images(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str, call: Call = None
-) -> Dict[str, MeanAttention]:
-    """Returns the mean over images of a part of the attention of layers whose scores depend on content."""
-    if images is None:
-        for name, layer in layers.items():
-            raise ValueError(
-                f'the scores of {name or "layer"}, {layer.extra_repr()}, depend on images: give images instead of '
-                "size, or choose part='position' where a term depends only on position"
-            )
-        return {}
-    means = ImageMeans()
-    grids: Dict[str, Any] = {}
-
-    def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        grids[name] = layer.grid_of(x)
-        scores_of = layer.position_scores if part == 'position' else layer.attention_scores
-        for some in few_images(layer, x):
-            probs = probs_of_scores(scores_of(some), grids[name])
-            means.add(name, probs, relative_entropy_of_maps(probs))
-
-    for batch in in_batches(images, BATCH_SIZE) if layers else ():
-        visit_layers(model, batch, layers, add, call)
-    return {
-        name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, number_of(images), entropy.cpu())
-        for name, (probs, entropy) in means.items()
-    }
-
-
-class ImageMeans:
-    """Means over images of tensors that come a few images at a time: those of all of them need not fit into memory."""
-
-    def __init__(self) -> None:
-        self._sums: Dict[str, List[Tensor]] = {}
-        self._counts: Counter = Counter()
-
-    def add(self, key: str, *values: Tensor) -> None:
-        """Adds tensors ``(B, …)`` of some images, of the same shapes but for B at every call with this key."""
-        sums = [value.sum(0) for value in values]
-        self._sums[key] = [a + b for a, b in zip(self._sums[key], sums)] if key in self._sums else sums
-        self._counts[key] += len(values[0])
-
-    def items(self) -> List[Tuple[str, List[Tensor]]]:
-        """Returns the means by key, in the order of the first images."""
-        return [(key, [value / self._counts[key] for value in sums]) for key, sums in self._sums.items()]
-
-
-def number_of(images: Any) -> int:
-    """Returns how many images a tensor has, or the first of a mapping."""
-    return len(next(iter(images.values())) if isinstance(images, Mapping) else images)
-
-
-def in_batches(images: Any, size: int) -> Sequence[Any]:
-    """Returns images, or a mapping of tensors of them, in batches of at most ``size``."""
+def in_batches(images: Any) -> Sequence[Any]:
+    """Returns images, or a mapping of tensors of them, in batches of a few."""
     if not isinstance(images, Mapping):
-        return images.split(size)
-    return [dict(zip(images, parts)) for parts in zip(*(own.split(size) for own in images.values()))]
+        return images.split(BATCH_SIZE)
+    return [dict(zip(images, parts)) for parts in zip(*(own.split(BATCH_SIZE) for own in images.values()))]
 
 
 def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
@@ -267,81 +276,29 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
     return scores.float().softmax(-1)[..., : grid[0] * grid[1]]
 
 
-@torch.no_grad()
-def _maps_of_patches(model: nn.Module, images: Tensor, layers: Layers, call: Call) -> Dict[str, MeanAttention]:
-    means = ImageMeans()
-    found: Dict[str, Tuple[Grid, bool]] = {}  # the grid, and whether queries see only the keys of a window
-    others: Dict[str, Tuple[int, ...]] = {}
-
-    def add(name: str, probs: Tensor, places: Places) -> None:
-        if not probs.isfinite().all():
-            raise ValueError(
-                f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images '
-                'must be'
-            )
-        in_windows = places.are_windows
-        for some, of_some in places.by_image(probs) if in_windows else [(probs, places)]:
-            on_grid = of_some.on_grid(some)
-            if on_grid is None or on_grid[0].shape[-1] < 2:
-                others[name] = tuple(probs.shape)
-                return
-            whole, grid = on_grid
-            found[name] = grid, in_windows
-            total = whole.sum(-1, keepdim=True)
-            own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
-            entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
-            largest = math.log(own.shape[-1])
-            if in_windows:
-                seen = (own.amax((0, 1)) > HIDDEN).sum(-1)  # keys of each query
-                largest = seen.clamp(min=1).double().log().mean().item()
-            relative = (entropy / max(largest, torch.finfo(torch.float).tiny)).clamp(max=1)
-            means.add(name, own, entropy, relative, 1 - total.squeeze(-1).mean(-1))
-
-    model = unwrap_model(model)
-    for batch in in_batches(images, BATCH_SIZE):
-        observe(model, batch, add, layers, call)
-    if not found:
-        raise no_attention(model, others)
-    return {
-        name: MeanAttention(
-            probs=probs.cpu(),
-            grid=found[name][0],
-            num_images=number_of(images),
-            relative_entropy=relative.cpu(),
-            entropy=entropy.cpu(),
-            prefix_mass=left_out.cpu(),
-            in_windows=found[name][1],
+def warn_of(model: nn.Module, others: Mapping[str, Sequence[int]]) -> None:
+    """Warns of attention that is left out, of these shapes."""
+    if others:
+        shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
+        warnings.warn(
+            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
+            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
+            stacklevel=2,
         )
-        for name, (probs, entropy, relative, left_out) in means.items()
-    }
 
 
-def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
-    """Returns the attention layers of this package in a model by name, in the order of its blocks.
+def are_between_patches(name: str, probs: Tensor, places: Places) -> bool:
+    """Says whether attention of another library is between all patches of a grid, and has no negative weights.
 
     Raises:
-        ValueError: The model has none, as a CMHSA in the convolution phase, or one along one or three axes.
-
-    Examples:
-        >>> import timm, attncnn_plugin
-        >>> list(attention_layers(timm.create_model('sa_quadratic_cifar', depth=2)))
-        ['blocks.0.attn', 'blocks.1.attn']
+        ValueError: Probabilities that are not finite.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
-    if not layers:
+    if not probs.isfinite().all():
         raise ValueError(
-            f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition)'
+            f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images must be'
         )
-    for name, layer in layers.items():
-        if layer.window is not None and layer.window.ndim != 2:
-            raise ValueError(f'{name or "layer"} has {layer.window.ndim} axes of pixels, but heads are shown for two')
-    return layers
-
-
-def has_own_attention(model: nn.Module) -> bool:
-    """Says whether a model has attention of this package."""
-    return any(isinstance(module, AttentionLayer) for module in model.modules())
+    on_grid = places.on_grid(probs[:, :1])
+    return on_grid is not None and on_grid[1] != (1, 1) and bool((probs >= 0).all())
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:
@@ -360,38 +317,3 @@ def layer_labels(names: Iterable[str]) -> Dict[str, str]:
         labels[name] = f'stage {staged[1]} block {staged[2]}' if staged else f'block {block[1]}' if block else name
     count = Counter(labels.values())
     return {name: label if count[label] == 1 else name for name, label in labels.items()}
-
-
-@torch.no_grad()
-def visit_layers(
-    model: nn.Module,
-    images: Tensor,
-    layers: Mapping[str, nn.Module],
-    visit: Callable[[str, Any, Tensor], None],
-    call: Call = None,
-) -> None:
-    """Calls ``visit(name, layer, x)`` with the input of each layer in one pass of the images, in evaluation mode.
-
-    Raises:
-        ValueError: A layer that the model does not run on images.
-
-    Examples:
-        >>> import timm, attncnn_plugin
-        >>> model = timm.create_model('sa_quadratic_cifar', embed_dim=12, depth=2, num_heads=3)
-        >>> layers = attention_layers(model)
-        >>> visit_layers(model, torch.rand(1, 3, 8, 8), layers, lambda name, layer, x: print(name, tuple(x.shape)))
-        blocks.0.attn (1, 4, 4, 12)
-        blocks.1.attn (1, 4, 4, 12)
-    """
-    seen = set()
-
-    def see(name: str, layer: nn.Module, args: Any) -> None:
-        seen.add(name)
-        visit(name, layer, args[0])
-
-    with evaluating(model), ExitStack() as stack:
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        called(model, images, call)
-    for name in sorted(layers.keys() - seen):
-        raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')

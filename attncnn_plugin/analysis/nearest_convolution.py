@@ -137,7 +137,7 @@ def expressible_kernels(maps: ShiftMaps) -> Iterator[Expressibility]:
         >>> [kernel.expressible for kernel in expressible_kernels(hard)]
         [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
     """
-    if any(not torch.equal(queries, torch.arange(n)) for queries, n in zip(maps.queries, maps.size)):
+    if any(not torch.equal(queries, torch.arange(n, device='cpu')) for queries, n in zip(maps.queries, maps.size)):
         return
     for n in KERNEL_SIZES:
         if min(maps.size) >= n:

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -108,23 +109,17 @@ class AttentionRecorder:
             raise ValueError(f"reduce={shown(reduce)} must be 'class_token', or a function of a tensor")
         self.passes: List[Dict[str, Tensor]] = []
         self._of: Dict[Any, Dict[str, Any]] = {}  # the pass of each run of the model; None for parts of it
-        self._left_out: List[str] = []
 
     def __enter__(self) -> 'AttentionRecorder':
         with ExitStack() as stack:
-            self._watch = stack.enter_context(watching(self.model, self._record, self._is_wanted, end=self._end))
+            self._watch = stack.enter_context(watching(self.model, self._record, self.wanted, end=self._end))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
-        if error[0] is None and self._left_out and not self.passes:
-            raise ValueError(f'layers chooses none of the attention that was seen: {", ".join(self._left_out)}')
-
-    def _is_wanted(self, name: str) -> bool:
-        wanted = self.wanted(name)
-        self._left_out += [name] * (not wanted and name not in self._left_out)
-        return wanted
+        if error[0] is None:
+            self.wanted.check()
 
     def _record(self, name: str, probs: Tensor, places: Places) -> None:
         functions = self._watch.functions
@@ -156,17 +151,69 @@ class AttentionRecorder:
 
 
 @torch.no_grad()
-def observe(model: nn.Module, inputs: Any, visit: Visit, layers: Layers = None, call: Call = None) -> Optional[float]:
-    """Runs a model in evaluation mode, calls ``visit`` as :func:`~attncnn_plugin.heads.seen.watching` does.
+def observe(
+    model: nn.Module,
+    inputs: Any,
+    visit: Visit,
+    layers: Layers = None,
+    call: Call = None,
+    visit_own: Optional[Callable[[str, Any, Tensor], None]] = None,
+) -> Optional[float]:
+    """Runs a model in evaluation mode, and has all of its attention visited as it runs.
+
+    Args:
+        model (nn.Module): The model.
+        inputs (Any): As of :func:`attention_maps`.
+        visit (Callable): As of :func:`~attncnn_plugin.heads.seen.watching`.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attention_maps`. Defaults to None.
+        call (Callable, optional): As of :func:`attention_maps`. Defaults to None.
+        visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
+            in place of ``visit``. Defaults to None.
 
     Returns:
         float | None: The number of the token that the model reads; None for several or none.
+
+    Raises:
+        ValueError: A layer of this package does not run, or has not two axes; ``layers`` chooses none.
     """
     read: List[Optional[float]] = []
-    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-    with evaluating(model), watching(model, visit, chosen_by(layers), end=end):
+    wanted, missing = chosen_by(layers), {} if visit_own is None else attention_layers(model)
+    names = set(missing)
+
+    def see(name: str, layer: AttentionLayer, args: Any) -> None:
+        missing.pop(name, None)
+        if wanted(name):
+            visit_own(name, layer, args[0])  # type: ignore[misc]
+
+    with evaluating(model), ExitStack() as stack:
+        for name, layer in missing.items():
+            stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
+        of_others = lambda name: name.partition('#')[0] not in names and wanted(name)  # noqa: E731
+        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+        stack.enter_context(watching(model, visit, of_others, end=end))
         called(model, inputs, call)
+    for name in filter(wanted, missing):
+        raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+    wanted.check()
     return read[-1] if read else None
+
+
+def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
+    """Returns the attention layers of this package in a model by name, in the order of its modules.
+
+    Raises:
+        ValueError: One has one or three axes of pixels.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> list(attention_layers(timm.create_model('sa_quadratic_cifar', depth=2)))
+        ['blocks.0.attn', 'blocks.1.attn']
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
+    for name, layer in layers.items():
+        if layer.window is not None and layer.window.ndim != 2:
+            raise ValueError(f'{name or "layer"} has {layer.window.ndim} axes of pixels, but heads are shown for two')
+    return layers
 
 
 def beside_the_grid(probs: Tensor, places: Places) -> Dict[float, Tensor]:
@@ -192,8 +239,8 @@ def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.M
     if others:
         shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
         return ValueError(
-            f'no attention of a {type(model).__name__} is between all patches of a grid: its shapes are {shapes}; '
-            'attention_maps returns it as it is computed'
+            f'no attention of a {type(model).__name__} is between all patches of a grid, without negative weights: its '
+            f'shapes are {shapes}; attention_maps returns it as it is computed'
         )
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     return ValueError(
@@ -300,7 +347,7 @@ class Rollout:
         queries = None if places.queries is None else places.queries[0]
         batch, _, number = weights.shape
         if self.joint is None:
-            self.joint = torch.eye(number).to(weights).expand(batch, -1, -1)
+            self.joint = torch.eye(number, device=weights.device, dtype=weights.dtype).expand(batch, -1, -1)
             self.tokens = self.first = keys
         self._bring(name, batch, number, keys)
         assert self.joint is not None
@@ -325,7 +372,7 @@ class Rollout:
                 raise self._other(name, number)
             joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
             joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
-            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum())).to(before)
+            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum()), device=before.device, dtype=before.dtype)
             self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
         elif number != before.shape[1] or batch != len(before):
             raise self._other(name, number)
@@ -344,7 +391,7 @@ class Rollout:
             number, tokens = grid[0] * grid[1], self.joint.shape[2]
             if number > tokens:
                 raise ValueError(f'grid={grid} has {number} patches, but there are {tokens} tokens')
-            order, of_places = torch.arange(tokens - number, tokens), torch.arange(self.joint.shape[1])[-number:]
+            order, of_places = (torch.arange(n - number, n, device='cpu') for n in (tokens, self.joint.shape[1]))
         else:
             order, of_places, grid = self._places()
         if self.pooled is not None:
@@ -402,7 +449,7 @@ def _weighted_by_gradients(
         copied = copied_for_gradients(inputs)
         logits = called(model, copied, call)
         logits = getattr(logits, 'logits', logits)
-        classes = torch.as_tensor(target).clone()
+        classes = torch.as_tensor(target, device='cpu').clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise ValueError(f'target={shown(target)} needs a model with logits, not a {type(model).__name__}')
         fits = classes.ndim == 0 or classes.shape == logits.shape[:1]

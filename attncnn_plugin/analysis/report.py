@@ -8,7 +8,7 @@ import dataclasses
 import math
 import textwrap
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +19,9 @@ from ..attention.positions import GaussianHeads
 from ..attention.window import shown
 from ..change import table
 from ..convert import Expressibility
-from ..heads.choice import Layers, chosen_by
+from ..heads.choice import Layers
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
-from .layer_maps import (
-    MeanAttention,
-    attention_layers,
-    grids_of_layers,
-    has_own_attention,
-    maps_of_images,
-    mean_attention,
-    position_maps,
-)
+from .layer_maps import MeanAttention, maps_of_layers
 from .nearest_convolution import (
     EXACT,
     BestConvolution,
@@ -52,7 +44,7 @@ MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'dege
 
 def head_report(
     model: nn.Module,
-    images: Optional[Tensor] = None,
+    images: Any = None,
     size: Optional[Sequence[int]] = None,
     layers: Layers = None,
     call: Call = None,
@@ -101,24 +93,13 @@ def head_report(
         blocks.0.attn position (6, 6) 2
         blocks.0.attn images (6, 6) 2
     """
-    if images is not None and not isinstance(images, Tensor):
+    if images is not None and not isinstance(images, (Tensor, Mapping)):
         raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W): give the size of a grid as size=…')
-    if not has_own_attention(model):
-        maps = mean_attention(model, images, size, layers=layers, call=call)
-        return HeadReport(tuple(layer_report(maps[name], name) for name in maps))
-    own_layers = {name: layer for name, layer in attention_layers(model).items() if chosen_by(layers)(name)}
-    grids = grids_of_layers(model, own_layers, images, size, call)
-    by_content = {name: layer for name, layer in own_layers.items() if layer.depends_on_content}
-    by_query = {name: layer for name, layer in by_content.items() if not layer.has_position_scores}  # q·r_δ
-    of_queries = maps_of_images(model, by_query, images, 'position', call)
-    whole = {} if images is None else maps_of_images(model, by_content, images, 'all', call)
+    parts = ('position',) if images is None else ('position', 'all')
     reports = []
-    for name, layer in own_layers.items():
-        # One layer at a time: the maps of all of them in float64 can be gigabytes.
-        own = of_queries.get(name) or position_maps(layer, grids[name])
-        reports.append(dataclasses.replace(layer_report(own, name, layer), attention='position'))
-        if name in whole:
-            reports.append(layer_report(whole[name], name, layer))
+    for name, layer, part, maps in maps_of_layers(model, images, size, parts, layers, call):
+        attention = 'images' if part == 'all' else 'position'
+        reports.append(dataclasses.replace(layer_report(maps, name, layer), attention=attention))
     return HeadReport(tuple(reports))
 
 
@@ -206,7 +187,7 @@ def _parameters(gaussian: GaussianHeads) -> Tuple[Tensor, Tensor, Optional[Tenso
     center, factor = gaussian
     inverse, info = torch.linalg.inv_ex(factor)  # Σ = M⁻ᵀ M⁻¹
     covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))
-    round_factor = factor[:, :1, :1] * torch.eye(2, dtype=factor.dtype)
+    round_factor = factor[:, :1, :1] * torch.eye(2, device=factor.device, dtype=factor.dtype)
     alpha = factor[:, 0, 0].square() / 2 if torch.equal(factor, round_factor) else None  # Σ⁻¹ = 2α·I
     return center, covariance, alpha
 

@@ -94,7 +94,7 @@ class ShiftMaps:
         """Returns how many of the chosen queries each shift stays in the grid from, as :meth:`sums`, without heads."""
         axes = []
         for size, pixels, some in zip(self.size, self.queries, chosen):
-            keys = pixels[some] + torch.arange(1 - size, size)[:, None]
+            keys = pixels[some] + torch.arange(1 - size, size, device=pixels.device)[:, None]
             axes.append(((keys >= 0) & (keys < size)).sum(1))
         return axes[0][:, None] * axes[1]
 
@@ -110,7 +110,7 @@ def moments(weight: Tensor, origin: Sequence[int]) -> Tuple[Tensor, Tensor]:
         >>> center.tolist(), covariance.tolist()
         ([[0.5, -0.5]], [[[0.25, 0.25], [0.25, 0.25]]])
     """
-    shifts = torch.cartesian_prod(*(torch.arange(n) - at for n, at in zip(weight.shape[1:], origin))).double()
+    shifts = torch.cartesian_prod(*(weight.new_tensor(range(n)) - at for n, at in zip(weight.shape[1:], origin)))
     weight = weight.flatten(1) / weight.sum((1, 2))[:, None]
     center = weight @ shifts
     apart = shifts - center[:, None]  # not E[δδᵀ] − E[δ]E[δ]ᵀ, which cancels for hard heads
@@ -236,4 +236,4 @@ def keys_of_query(maps: MeanAttention, query: Optional[Sequence[int]] = None) ->
 
 def _all_shifts(size: Tuple[int, int]) -> Tensor:
     """Returns all (row, column) shifts between two tokens of a grid, row by row, int64."""
-    return torch.cartesian_prod(*(torch.arange(1 - n, n) for n in size))
+    return torch.cartesian_prod(*(torch.arange(1 - n, n, device='cpu') for n in size))

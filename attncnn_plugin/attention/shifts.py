@@ -60,9 +60,9 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     for _ in range(60):
         ratio = (low + high) / 2
         low, high = (ratio, high) if sum(ratio**step for step in range(source)) < target else (low, ratio)
-    distance = torch.tensor([low**step for step in range(source)], dtype=torch.float64).cumsum(0)
+    distance = torch.tensor([low**step for step in range(source)], dtype=torch.float64, device='cpu').cumsum(0)
     position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
-    shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
+    shift = torch.arange(-target, target + 1, dtype=torch.float64, device='cpu').clamp(position[0], position[-1])
     left = torch.searchsorted(position, shift).clamp(min=1) - 1
     weight = ((shift - position[left]) / (position[left + 1] - position[left]))[:, None]
     wide, left = table.to(widest_float(table)), left.to(table.device)

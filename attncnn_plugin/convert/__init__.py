@@ -5,22 +5,19 @@ and 6).
 """
 
 from .back import ConvFit, mhsa_to_conv
-from .expressible import Expressibility, ValueFit, expressible_shifts, fit_values
+from .expressible import Expressibility, expressible_shifts
 from .models import attention_to_convs, convs_to_attention
-from .patch_convolutions import conv_to_patch_mhsa, min_heads
+from .patch_convolutions import min_heads
 from .pixels import ConversionReport, conv_to_mhsa
 
 __all__ = [
     'ConvFit',
     'ConversionReport',
     'Expressibility',
-    'ValueFit',
     'attention_to_convs',
     'conv_to_mhsa',
-    'conv_to_patch_mhsa',
     'convs_to_attention',
     'expressible_shifts',
-    'fit_values',
     'mhsa_to_conv',
     'min_heads',
 ]

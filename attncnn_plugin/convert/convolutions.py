@@ -1,4 +1,4 @@
-"""What convolutions of any class compute, and their kernels as matrices, without groups' zeros."""
+"""What convolutions of any class compute."""
 
 import copy
 import math
@@ -186,11 +186,6 @@ def convolution_with(like: Computed) -> Convolution:
     conv.weight = nn.Parameter(like.weight)
     conv.bias = None if like.bias is None else nn.Parameter(like.bias)
     return conv
-
-
-def flat_kernel(conv: Computed) -> Tensor:
-    """Returns the kernel as a matrix M, ``(K, C_out·C_in/groups)``, a row for each position, without groups' zeros."""
-    return conv.weight.flatten(2).flatten(0, 1).T
 
 
 def block_norms(slices: Tensor, groups: int) -> Tensor:

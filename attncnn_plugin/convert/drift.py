@@ -10,18 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.precision import widest_float
+from ..change import held_by
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yields the tensors of floating numbers of an output: itself, or those in mappings and sequences."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        yield from tensors_in(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from tensors_in(item)
+def tensors_in(output: Any) -> List[Tensor]:
+    """Returns the tensors of floating numbers of an output: itself, or those that it holds."""
+    return [own for _, _, own, _ in held_by(output) if isinstance(own, Tensor) and own.is_floating_point()]
 
 
 def relative_change(before: List[Tensor], after: List[Tensor]) -> Optional[float]:
@@ -84,7 +78,7 @@ def drifts(
     with evaluated_copy(model) as trial:
         convs = {name: trial.get_submodule(name) for name in layers}
         hooks = [conv.register_forward_hook(partial(compare, name), with_kwargs=True) for name, conv in convs.items()]
-        before = list(tensors_in(trial(inputs)))
+        before = tensors_in(trial(inputs))
         for hook in hooks:
             hook.remove()
         for name, conv in convs.items():
@@ -92,7 +86,7 @@ def drifts(
         for name, layer in replacements.items():
             trial.set_submodule(name, layer)
         try:
-            after = list(tensors_in(trial(inputs)))
+            after = tensors_in(trial(inputs))
         except AttributeError as error:
             names = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
             raise ValueError(

@@ -1,26 +1,20 @@
-"""Finds the shifts that heads can express, and values that make them a convolution (Cordonnier et al. 2020, Lemma 3).
+"""Finds the shifts that heads can express (Cordonnier et al. 2020, Lemma 3).
 
 Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with (S_δ x)_q = x_{q+δ}. Where
 each S_δ is a combination Σ_h Φ_hδ P_h of the maps, V_h = Σ_δ Φ_hδ W_δ makes them equal: C20's W^SA = W^conv Φ.
 """
 
-import copy
 from dataclasses import dataclass
-from typing import List, Optional, Tuple, TypeVar, Union
+from typing import List, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.images import ImageAttention, block_diagonal
-from ..attention.tokens import GridAttention
-from ..attention.window import Sizes, Window, per_axis, same_window, shown
-from .convolutions import Convolution, computed, flat_kernel
+from ..attention.window import Sizes, per_axis, same_window, shown
 from .shift_operators import check_position_only, interior_queries, targets
 
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
-
-Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
 
 
 @dataclass(frozen=True)
@@ -28,7 +22,7 @@ class Expressibility:
     """The shifts of a kernel that lie in the span of a layer's attention maps.
 
     The layer can be every convolution whose weights are 0 at the missing shifts. A single one whose weights are not can
-    be in the span all the same: :func:`~attncnn_plugin.convert.fit_values` finds that out.
+    be in the span all the same.
 
     Attributes:
         kernel_size (tuple[int, int]): The kernel size.
@@ -92,8 +86,15 @@ def expressible_shifts(
         [(-1, -1), (-1, 1), (1, -1), (1, 1)]
     """
     check_position_only(layer)
-    size = per_axis('size', size, 2)
-    check_same_queries(layer, same_window(per_axis('kernel_size', kernel_size, 2)), size)
+    size, own = per_axis('size', size, 2), layer.window or same_window((1, 1))
+    if own.ndim != 2:
+        raise ValueError(f'layer has {own.ndim} axes of pixels, but a kernel of two is asked for')
+    for axis, n in enumerate(size):
+        if not torch.equal(own.queries(axis, n, 'cpu'), torch.arange(n, device='cpu')):
+            raise ValueError(
+                f'layer has {own.num_queries(axis, n)} queries along axis {axis} of {n} pixels, {own}: one output for '
+                "each query is needed, that of each pixel, as with stride 1 and padding='same'"
+            )
     return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries, tolerance)
 
 
@@ -103,178 +104,6 @@ def expressible_shifts_of_maps(
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
-    chosen = chosen_queries(window, size, queries, tolerance)
-    probs, target = probs.double(), targets(window, size)
-    maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
-    _, residual, rank, _ = least_squares(maps, shifts, tolerance)
-    near = residual <= tolerance
-    expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
-    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank, tolerance)
-
-
-@dataclass(frozen=True, eq=False)
-class ValueFit:
-    """The error of heads with fitted values as a convolution on a grid of ``size``.
-
-    Relative errors are ‖Σ_h P_h ⊗ V_h − Σ_δ S_δ ⊗ W_δ‖/‖Σ_δ S_δ ⊗ W_δ‖ in the Frobenius norm, with V_h as stored: for
-    white noise, the root mean square of the error of the outputs, relative to that of the outputs without bias.
-
-    Attributes:
-        size (tuple[int, ...]): Size of the grid that the fit is for.
-        queries (str): The queries that the values were fitted at, ``'interior'`` or ``'all'``.
-        shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
-        coefficients (Tensor): Φ, ``(N_h, K)``, float64.
-        residual (Tensor): ‖S_δ − Σ_h Φ_hδ P_h‖/‖S_δ‖ at these queries, ``(K,)``, float64: what is lost of each shift.
-        error (float): Relative error over all queries, border included.
-        interior_error (float | None): Relative error over the queries whose window lies inside; None without any.
-        rank (int): Number of directions of the maps' span that were used.
-        condition (float): Condition number of the heads' matrix, whose columns are the maps at these queries, each
-            scaled to norm 1: 1 for hard heads at different shifts, ``inf`` for heads that are linearly dependent.
-        amplification (float): Σ_h ‖P_h‖‖V_h‖/‖Σ_δ S_δ ⊗ W_δ‖: the output can have a relative rounding error as many
-            times that of the layer's dtype.
-    """
-
-    size: Tuple[int, ...]
-    queries: str
-    shifts: Tensor
-    coefficients: Tensor
-    residual: Tensor
-    error: float
-    interior_error: Optional[float]
-    rank: int
-    condition: float
-    amplification: float
-
-    @property
-    def relative_error(self) -> float:
-        """Returns the relative error over the queries of the fit."""
-        return self.error if self.queries == 'all' or self.interior_error is None else self.interior_error
-
-    def __str__(self) -> str:
-        return (
-            f'relative error {self.relative_error:.3g} at {self.queries} queries of a grid of '
-            f'{"x".join(map(str, self.size))}; {len(self.coefficients)} heads of rank {self.rank}, condition number '
-            f'{self.condition:.3g}, rounding errors times {self.amplification:.3g} at most'
-        )
-
-
-@torch.no_grad()
-def fit_values(
-    attention: Attention, conv: Convolution, size: Sizes, queries: str = 'interior', tolerance: float = 1e-6
-) -> Tuple[Attention, ValueFit]:
-    """Gives heads, as they are, the values with which their layer is a convolution, or nearest to it (C20, Lemma 3).
-
-    Trained, soft or learned heads keep where they look. V_h = Σ_δ Φ_hδ W_δ, where Φ is that of least squares, min
-    ‖S_δ − Σ_h Φ_hδ P_h‖_F over the chosen queries. The error is 0 for every kernel if each shift is in the span of the
-    heads, see :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
-
-    Args:
-        attention (GridAttention | ImageAttention): Position-only attention. It is not changed. Attention dropout is
-            left out.
-        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
-            outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the
-            size of the input.
-        size (int | Sequence[int]): Size of the grid in tokens, or of the image, along each axis. Soft heads differ from
-            grid to grid, near the border at least.
-        queries (str): The queries at which the layer has to be the convolution: ``'interior'``, or ``'all'``, with the
-            padding of ``conv``: hard heads over a grid see the nearest token there, ``padding_mode='replicate'``; for
-            another one the values are a compromise. Defaults to ``'interior'``.
-        tolerance (float): As of :func:`expressible_shifts`, and relative error up to which the layer is called the
-            convolution. Defaults to 1e-6.
-
-    Returns:
-        tuple[Attention, ValueFit]: A copy of ``attention`` with the fitted values and the bias of ``conv``, and how
-        near it comes.
-
-    Raises:
-        TypeError: ``attention`` is no attention of this package, ``conv`` is not one of the three.
-        ValueError: The probabilities of ``attention`` depend on content; it has no heads, or heads with a value
-            projection of their own; its axes, channels or queries are not those of ``conv``; ``queries`` is unknown;
-            ``tolerance`` is not between 0 and 1; a ``size`` that is too small; weights or probabilities that are not
-            finite.
-
-    Examples:
-        Nine soft heads, nearly as wide as a token:
-
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=4, num_heads=9)
-        >>> layer.encoding.center.data = torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 2)
-        >>> layer.encoding.sqrt_precision.data = torch.full((9,), 1.5)
-        >>> fitted, report = fit_values(layer, nn.Conv2d(4, 8, 3, padding=1), size=(12, 12))
-        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.relative_error < 1e-6, 2 < report.condition < 10
-        (torch.Size([1, 12, 12, 8]), False, True)
-    """
-    check_position_only(attention)
-    plain = computed(conv)
-    window = plain.window
-    if attention.num_heads == 0:
-        raise ValueError('attention has num_heads=0: no values make it a convolution')
-    size = per_axis('size', size, window.ndim)
-    check_same_queries(attention, window, size)
-    channels = attention.value_matrices().shape[-1]
-    if plain.in_channels != channels:
-        raise ValueError(f'conv has in_channels={plain.in_channels}, but heads of attention read {channels} channels')
-    if plain.weight.is_meta or attention.value.weight.is_meta:
-        raise ValueError('attention or conv is on the meta device, without values: load its weights first')
-    chosen_queries(window, size, queries, tolerance)
-    interior = interior_queries(window, size)
-    probs = attention.exact_attention_probs(size)
-    kernel = flat_kernel(plain).cpu().double()  # W, (K, F)
-    if not probs.isfinite().all() or not kernel.isfinite().all():
-        raise ValueError('the probabilities of attention or the weights of conv are not finite')
-
-    target = targets(window, size)
-    inside = triangle(probs, target, interior.nonzero()[:, 0])
-    everywhere = triangle(probs, target, (~interior).nonzero()[:, 0], inside)
-    maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
-    coefficients, residual, rank, condition = least_squares(maps, shifts, tolerance)
-
-    old, exact = attention.value.weight, coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
-    if exact.abs().max() > torch.finfo(old.dtype).max:
-        raise ValueError(f'values of {exact.abs().max():.3g} are more than {old.dtype} of attention holds: scale conv')
-    values = exact.to(old.dtype)
-    layer = copy.deepcopy(attention)
-    bias, slices = plain.bias, block_diagonal(values.T.unflatten(0, (plain.out_channels, -1)), plain.groups)
-    layer.value = nn.Linear(len(values) * channels, plain.out_channels, bias is not None, old.device, old.dtype)
-    layer.value.requires_grad_(old.requires_grad).train(attention.training)
-    layer.value.weight.copy_(slices.transpose(0, 1).flatten(1))  # of V_h, (N_h, C_out, C_in)
-    if bias is not None:
-        layer.value.bias.copy_(bias)
-
-    stored = values.double()
-    scale = (shifts @ kernel).norm()
-    largest = (maps.norm(dim=0) * stored.norm(dim=1)).sum()
-    amplification = (largest / scale).item() if scale > 0 else 0.0
-    error = _relative_error(everywhere, stored, kernel)
-    interior_error = _relative_error(inside, stored, kernel) if interior.any() else None
-    fitted = size, queries, window.shifts(), coefficients, residual
-    return layer, ValueFit(*fitted, error, interior_error, rank, condition, amplification)
-
-
-def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
-    """Returns ‖P V − S W‖/‖S W‖, 0 for a kernel of zeros."""
-    maps, shifts = triangle.split([len(values), len(kernel)], dim=1)
-    wanted = shifts @ kernel
-    return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
-
-
-def check_same_queries(layer: AttentionLayer, window: Window, size: Tuple[int, ...]) -> None:
-    """Raises ``ValueError`` for a layer whose queries in an image of ``size`` are not the outputs of a window."""
-    own = same_window((1, 1)) if layer.window is None else layer.window
-    if window.ndim != own.ndim:
-        raise ValueError(f'layer has {own.ndim} axes of pixels, but the convolution has {window.ndim}')
-    for axis, n in enumerate(size):
-        queries, wanted = own.queries(axis, n, 'cpu'), window.queries(axis, n, 'cpu')
-        if not torch.equal(queries, wanted):
-            raise ValueError(
-                f'layer has {len(queries)} queries from pixel {queries[0]} on along axis {axis} of {n} pixels, but the '
-                f'convolution, {window}, has {len(wanted)} from pixel {wanted[0]} on: one output for each query is '
-                "needed, for attention over a grid with stride 1 and padding='same'"
-            )
-
-
-def chosen_queries(window: Window, size: Tuple[int, ...], queries: str, tolerance: float) -> Tensor:
-    """Returns the indices of all queries, or of those in the interior; raises ``ValueError`` for wrong arguments."""
     if queries not in ('all', 'interior'):
         raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
     if not 0 < tolerance < 1:
@@ -283,36 +112,29 @@ def chosen_queries(window: Window, size: Tuple[int, ...], queries: str, toleranc
     chosen = (inside if queries == 'interior' else torch.ones_like(inside)).nonzero()[:, 0]
     if not len(chosen):
         raise ValueError(
-            f'size={size} has no query with the whole window inside, kernel_size={window.kernel_size} and '
-            f"dilation={window.dilation}: give a larger size, or queries='all'"
+            f'size={size} has no query with the whole window inside, kernel_size={window.kernel_size}: give a larger '
+            "size, or queries='all'"
         )
-    return chosen
+    probs, target = probs.double(), targets(window, size)
+    maps, shifts = _triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
+    norms = maps.norm(dim=0)
+    left, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
+    span = left[:, singular > tolerance * singular[:1]]  # a head can see only padding
+    # ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
+    residual = (shifts - span @ (span.T @ shifts)).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)
+    near = residual <= tolerance
+    expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), span.shape[1], tolerance)
 
 
-def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
-    """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows.
-
-    With R of other queries, ``above``, it is that of all of them together.
-    """
+def _triangle(probs: Tensor, target: Tensor, queries: Tensor) -> Tensor:
+    """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows."""
     num_heads, _, pixels = probs.shape
     columns = num_heads + len(target)
-    triangle = probs.new_zeros(0, columns) if above is None else above
+    triangle = probs.new_zeros(0, columns)
     for some in queries.split(max(1, CHUNK_ELEMENTS // (pixels * columns))):
         shifts = probs.new_zeros(len(some), pixels + 1, len(target))  # pixel 0 is the padding
         shifts.scatter_(1, target[:, some].T[:, None] + 1, 1.0)
         rows = torch.cat([probs[:, some].permute(1, 2, 0), shifts[:, 1:]], dim=2).flatten(0, 1)
         triangle = torch.linalg.qr(torch.cat([triangle, rows]), mode='r').R
     return triangle
-
-
-def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, Tensor, int, float]:
-    """Returns Φ of the least ‖S − PΦ‖, this relative to ‖S‖ of each shift, Φ's directions and the condition of P."""
-    norms = maps.norm(dim=0)
-    norms = torch.where(norms > 0, norms, 1.0)  # a head can see only padding
-    left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
-    kept = singular > tolerance * singular[:1]
-    coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
-    least = singular[-1].item() if 0 < maps.shape[1] == len(singular) else 0.0
-    # ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
-    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)
-    return coefficients, residual, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')

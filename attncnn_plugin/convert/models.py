@@ -199,8 +199,8 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
 
     It raises ``ValueError`` for what chooses none.
     """
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    convolutions = [name for name, module in modules.items() if isinstance(module, _ConvNd)]
+    modules = model.named_modules(remove_duplicate=False)
+    convolutions = {name: module for name, module in modules if name and isinstance(module, _ConvNd)}
     if not convolutions:
         raise ValueError(
             f'model is a {type(model).__name__} without convolutions inside: there is nothing to convert '
@@ -210,22 +210,24 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
     patterns: List[Any] = list(cast(Iterable[Any], layers)) if several else [layers]
     if not patterns:
         raise ValueError('layers names no layer: give at least one name or glob')
-    some = ', '.join(convolutions[:6]) + (f' … ({len(convolutions)} of them)' if len(convolutions) > 6 else '')
+    if not all(callable(pattern) or isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
     chosen = set()
     for pattern in patterns:
-        if callable(pattern):
-            found = [name for name in convolutions if pattern(name, modules[name])]
-        elif isinstance(pattern, str):
-            found = [name for name in convolutions if fnmatchcase(name, pattern)]
-        else:
-            raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
+        found = [
+            name
+            for name, conv in convolutions.items()
+            if (pattern(name, conv) if callable(pattern) else fnmatchcase(name, pattern))
+        ]
         if not found:
+            number = len(convolutions)
+            some = ', '.join([*convolutions][:6]) + (f' … ({number} of them)' if number > 6 else '')
             raise ValueError(
                 f'layers={pattern!r} matches none of the convolutions of the model, {some}; a glob such as '
                 "'layer4.*' stands for all that are inside"
             )
         chosen.update(found)
-    return {name: cast(Convolution, modules[name]) for name in convolutions if name in chosen}
+    return {name: cast(Convolution, conv) for name, conv in convolutions.items() if name in chosen}
 
 
 def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:
@@ -239,12 +241,10 @@ def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, A
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Refuses layers of a model, by name, that cannot be replaced so that everything else stays as it is."""
     check_not_distributed(model)
-    places: Dict[nn.Module, List[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(module, []).append(name)
-    owners: Dict[nn.Parameter, List[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(key)
+    places: Dict[Any, List[str]] = {}  # names of modules and parameters
+    for named in (model.named_modules, model.named_parameters):
+        for name, own in cast(Any, named)(remove_duplicate=False):
+            places.setdefault(own, []).append(name)
     for name, layer in layers.items():
         names = places[layer]
         if len(names) > 1:
@@ -255,9 +255,9 @@ def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
         for part in layer.modules():
             _check_plain(name, part)
         for parameter in layer.parameters():
-            if len(owners[parameter]) > 1:
+            if len(places[parameter]) > 1:
                 raise ValueError(
-                    f'{name} shares a parameter, {" and ".join(owners[parameter])} are one: give each its own, or '
+                    f'{name} shares a parameter, {" and ".join(places[parameter])} are one: give each its own, or '
                     'leave the layer out'
                 )
 

@@ -20,16 +20,7 @@ from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Sizes, Window, per_axis, shown
-from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel, moved_copy
-from .fewer_heads import (
-    LOWEST_SCORE,
-    best_probs,
-    best_weight,
-    log_scores,
-    reduce_columns,
-    relative_error,
-    truncation_errors,
-)
+from .convolutions import Computed, Convolution, block_norms, computed, copy_with, moved_copy
 
 CONTENTS = (None, 'additive', 'gated')
 # e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
@@ -45,18 +36,14 @@ NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64
 class ConversionReport:
     """The error of attention over pixels as its convolution.
 
-    Relative errors are ‖M − M'‖/‖M‖ in the Frobenius norm, and 0 for a kernel of zeros. M is the kernel of the
-    convolution, a row for each of its K positions. M' is that of the attention, with a row for each pixel that a head
-    sees in an image without end.
-
     Attributes:
-        num_heads (int): Number of heads N.
-        relative_error (float): The error of the layer, as its parameters are stored.
-        bound (float): The error of the best matrix of rank N (Eckart-Young): no layer with N heads that look only
-            at positions has less.
-        alpha (float | None): Width α of heads that each see one position, as stored; None for heads that see several.
-        deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, at any
-            pixel of any image.
+        num_heads (int): Number of heads, one for each position of the kernel.
+        relative_error (float): ‖M − M'‖/‖M‖ in the Frobenius norm, 0 for a kernel of zeros. M is the kernel of the
+            convolution. M' is that of the attention as its parameters are stored, which has all pixels that a head sees
+            in an image without end.
+        alpha (float): Width α of the heads, as stored.
+        deviation (float): The largest share of a head that goes to other pixels than its own, at any pixel of any
+            image.
         conv (Computed | None): The convolution as it was, where ``deviation`` is not 0: for :attr:`output_bound`.
         drift (float | None): ‖Y − Y'‖/‖Y‖ of the outputs of the layer before and after for the example input; None
             without an example, or where the model does not use the layer.
@@ -64,15 +51,14 @@ class ConversionReport:
 
     num_heads: int
     relative_error: float
-    bound: float
-    alpha: Optional[float] = None
-    deviation: float = 0.0
+    alpha: float
+    deviation: float
     conv: Optional[Computed] = field(default=None, repr=False, compare=False)
     drift: Optional[float] = None
 
     @cached_property
     def output_bound(self) -> float:
-        """With an ``alpha``, the largest error of an output, but for rounding, at any image of pixels of norm 1."""
+        """The largest error of an output, but for rounding, at any image of pixels of norm 1."""
         if self.conv is None:
             return 0.0
         # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
@@ -80,29 +66,27 @@ class ConversionReport:
         return 2 * self.deviation * block_norms(kernel, self.conv.groups).sum().item()
 
     def __str__(self) -> str:
-        text = f'error {self.relative_error:.3g}'
-        if self.alpha is None:
-            text += f', at least {self.bound:.3g} with as many heads'
-        return text if self.drift is None else f'{text}, drift {self.drift:.3g}'
+        drift = '' if self.drift is None else f', drift {self.drift:.3g}'
+        return f'error {self.relative_error:.3g}{drift}'
 
 
 @torch.no_grad()
 def conv_to_mhsa(
     conv: Convolution,
-    num_heads: Optional[int] = None,
+    *,
     alpha: Optional[float] = None,
     content: Optional[str] = None,
-    position: Optional[str] = None,
+    position: str = 'gaussian',
     window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
+    num_heads: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
     """Turns a convolution into multi-head self-attention with its inputs, its outputs and its values.
 
-    With one head for each kernel position the attention is the convolution, exactly (C20, Theorem 1): head h is a
-    hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th slice.
-    With fewer heads each one has a distribution over the shifts, and the attention is the nearest convolution that was
-    found. With ``content`` W^Q starts at 0, so that the attention begins as the convolution all the same.
+    There is one head for each kernel position, and the attention is the convolution, exactly (C20, Theorem 1): head h
+    is a hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th
+    slice. With ``content`` W^Q starts at 0, so that the attention begins as the convolution all the same.
 
     With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0. For attention that
     keeps learning, give a smaller one, about 6. Its heads see a little of their neighbours, which the report states.
@@ -115,30 +99,28 @@ def conv_to_mhsa(
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or of a class of its own that computes
             one, such as those with ``'SAME'`` padding or weight standardization. Its device, dtype, mode and
             ``requires_grad`` are those of the result; float16 and bfloat16 layers compute their scores in float32.
-        num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
-        alpha (float, optional): Width α of the heads (C20, eq. 9), from 0.1 to 1e6, with one for each kernel position.
-            Defaults to 800, no error at all; 46 is below the rounding error of float64 (C20's remark on Lemma 2).
+        alpha (float, optional): Width α of the heads (C20, eq. 9), from 0.1 to 1e6. Defaults to 800, no error at all;
+            46 is below the rounding error of float64 (C20's remark on Lemma 2).
         content (str, optional): How scores by content come in, ``'additive'`` or ``'gated'``, see
             :class:`~attncnn_plugin.attention.ContentImageAttention`. λ starts at 40, no content at all, with the
             default ``alpha``, and at 4, 2% of the probabilities, with another. Defaults to None, only positions.
-        position (str, optional): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the
-            kernel, with content of the neighbourhood. Defaults to ``'gaussian'`` with a head for each kernel position,
-            and to ``'table'`` with fewer.
+        position (str): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the kernel, with
+            content of the neighbourhood. Defaults to ``'gaussian'``.
         window_size (int | Sequence[int], optional): With content, the size of the neighbourhood of a query that its
             keys are in, odd, for all axes or for each: time and memory then grow linearly with the number of pixels.
             Defaults to None, the whole image, and for a table to the least that holds the kernel.
         qk_dim (int, optional): With content, channels D_k of a head's queries and keys. Defaults to the channels
             divided by the heads, at least 8.
+        num_heads (int, optional): The number of kernel positions, which the settings in a state dict have; no other
+            number will do.
         generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
 
     Raises:
         TypeError: ``conv`` is not one of these, has no weights yet, or not real ones, or it computes something else
             than its attributes describe.
-        ValueError: ``num_heads`` is not from 1 to the number of kernel positions; ``alpha`` is not from 0.1 to 1e6, or
-            given for fewer heads than kernel positions; a weight is not finite, not there (on the meta device), or
-            too large for fewer heads; an unknown ``content`` or ``position``;
-            Gaussian heads, but fewer than kernel positions; a ``window_size`` that is not odd or does not hold the
-            kernel; an argument of content without it.
+        ValueError: ``alpha`` is not from 0.1 to 1e6; another ``num_heads``; a weight is not finite, or not there (on
+            the meta device); an unknown ``content`` or ``position``; a ``window_size`` that is not odd or does not hold
+            the kernel; an argument of content without it.
 
     Examples:
         >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
@@ -156,13 +138,18 @@ def conv_to_mhsa(
         (0.0098, True)
     """
     plain = computed(conv)
-    settings = check_settings(plain, num_heads, alpha, content, position, window_size, qk_dim)
+    settings = check_settings(plain, alpha, content, position, window_size, qk_dim, num_heads)
     if plain.weight.is_meta:
         raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
     attention = new_attention(conv, plain, settings)
     if attention.value.bias is not None:
         attention.value.bias.copy_(cast(Tensor, plain.bias))
-    share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
+    share, width = 1.0, HARD_ALPHA if alpha is None else alpha  # of the probabilities by position
+    if settings.get('window_size') is not None:
+        axes = (torch.arange(n, device='cpu') - n // 2 for n in settings['window_size'])
+        pixels = torch.cartesian_prod(*axes).reshape(-1, plain.window.ndim)  # δ of what heads see
+    else:
+        pixels = plain.window.shifts() if position == 'table' else pixels_around(plain.window, width)
     if isinstance(attention, ContentImageAttention):
         limit, key = plain.in_channels**-0.5, attention.key.weight
         drawn = torch.empty(key.shape, dtype=torch.float32, device='cpu')  # where the generator is
@@ -171,20 +158,17 @@ def conv_to_mhsa(
         if attention.gate is not None:
             attention.gate.fill_(HARD_GATE if alpha is None else SHARED_GATE)
             share = attention.gate[0].double().sigmoid().item()
-        if attention.window_size is not None:
-            axes = (torch.arange(n, device='cpu') - n // 2 for n in attention.window_size)
-            pixels = torch.cartesian_prod(*axes).reshape(-1, attention.window.ndim)
-    return attention, _place_heads(attention, plain, HARD_ALPHA if alpha is None else alpha, pixels, share)
+    return attention, _place_heads(attention, plain, width, pixels, share)
 
 
 def check_settings(
     conv: Union[Convolution, Computed],
-    num_heads: Optional[int] = None,
     alpha: Optional[float] = None,
     content: Optional[str] = None,
-    position: Optional[str] = None,
+    position: str = 'gaussian',
     window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
+    num_heads: Optional[int] = None,
 ) -> Dict[str, Any]:
     """Returns the arguments of :func:`conv_to_mhsa` as plain values, with their defaults for a convolution.
 
@@ -193,27 +177,14 @@ def check_settings(
     """
     window = computed(conv).window
     positions = math.prod(window.kernel_size)
-    if num_heads is None:
-        num_heads = positions
-    if isinstance(num_heads, bool) or not isinstance(num_heads, Integral) or not 1 <= num_heads <= positions:
+    if num_heads is not None and not (isinstance(num_heads, Integral) and num_heads == positions):
         raise ValueError(
-            f'num_heads={shown(num_heads)} must be an integer from 1 to {positions}, the positions of the kernel'
+            f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel: heads can be removed '
+            'afterwards'
         )
-    if num_heads < positions and alpha is not None:
-        raise ValueError(
-            f'alpha={alpha} is the width of heads that each see one of {positions} positions, but with '
-            f'num_heads={num_heads} heads see several: leave out alpha or num_heads'
-        )
-    if position is None:
-        position = 'gaussian' if num_heads == positions else 'table'
     if position not in POSITIONS:
         raise ValueError(f'position={shown(position)} is unknown: choose one of {POSITIONS}')
-    if position == 'gaussian' and num_heads < positions:
-        raise ValueError(
-            f"position='gaussian' has a head for each of {positions} kernel positions, but num_heads={num_heads}: use "
-            "position='table'"
-        )
-    settings: Dict[str, Any] = {'num_heads': int(num_heads), 'position': position}
+    settings: Dict[str, Any] = {'position': position}
     if alpha is not None:
         if isinstance(alpha, bool) or not isinstance(alpha, Real) or not ALPHA_RANGE[0] <= alpha <= ALPHA_RANGE[1]:
             raise ValueError(
@@ -231,7 +202,7 @@ def check_settings(
                 )
         return settings
     if qk_dim is None:
-        qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / num_heads))
+        qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / positions))
     if not isinstance(qk_dim, Integral) or isinstance(qk_dim, bool) or qk_dim < 1:
         raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
     least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
@@ -300,7 +271,7 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
 
     The settings are those of :func:`check_settings`.
     """
-    arguments = plain.in_channels, plain.out_channels, settings['num_heads'], plain.window
+    arguments = plain.in_channels, plain.out_channels, math.prod(plain.window.kernel_size), plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention
@@ -322,57 +293,33 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
 
 
 def _place_heads(attention: Any, conv: Computed, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
-    """Sets where heads look, at pixels at δ, ``(S, ndim)``, by a ``share`` of the probabilities, and their values."""
-    encoding, window, num_heads = attention.encoding, attention.window, attention.num_heads
-    if num_heads == math.prod(window.kernel_size):
-        # W^(h) is the kernel's slice at the h-th position; an output has them head after head.
-        attention.value.weight.copy_(conv.weight.flatten(2).transpose(1, 2).flatten(1))
-    if isinstance(encoding, QuadraticEncoding):
-        encoding.center.copy_(window.shifts())  # Δ of head h: f(h) of the theorem
-        encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
-        alpha = encoding.sqrt_precision[0].double().square().item() / 2  # as stored
-        whole_image = getattr(attention, 'window_size', None) is None
-        return report_of_alpha(conv, window, alpha, pixels_around(window, alpha) if whole_image else pixels, share)
-    table = encoding.weight
-    distance = (pixels - window.shifts()[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
-    if num_heads == len(distance):
-        table.copy_((-alpha * distance).reshape(table.shape))
-        return report_of_alpha(conv, window, alpha, pixels, share)
-    matrix = flat_kernel(conv)
-    entry = (distance == 0).nonzero()[:, 1].to(table.device)  # of each kernel position in the table
-    scores = torch.full((num_heads, len(pixels)), LOWEST_SCORE, dtype=torch.float64, device=table.device)
-    scores[:, entry] = log_scores(best_probs(matrix, num_heads)).to(table.device)
-    table.copy_(scores.reshape(table.shape))
-    probs = share * encoding().flatten(1)[:, entry]  # as stored, so that W makes up for their rounding
-    exact = best_weight(matrix, probs)
-    if exact.abs().max() > torch.finfo(matrix.dtype).max:
-        raise ValueError(
-            f'num_heads={num_heads} needs values of {exact.abs().max():.3g}, more than {matrix.dtype} holds: leave out '
-            'num_heads, or scale the weights of conv'
-        )
-    weight = exact.to(matrix)
-    slices = weight.T.unflatten(0, (conv.out_channels, -1))  # (C_out, C_in/groups, N), as of a kernel with N positions
-    attention.value.weight.copy_(slices.transpose(1, 2).flatten(1))
-    bound = truncation_errors(matrix)[num_heads].item()
-    return ConversionReport(num_heads, relative_error(matrix, probs, weight), bound)
-
-
-def report_of_alpha(conv: Computed, window: Window, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
-    """Returns how near heads −α‖δ − Δ‖² at the shifts of a window, which see the pixels at δ, come to the convolution.
+    """Sets where heads look, at pixels at δ, ``(S, ndim)``, by a ``share`` of the probabilities, and their values.
 
     In an image that ends somewhere the own pixel of a head gets more: an image without end is the worst case (C20,
     Lemma 2). What is not by position counts as lost.
     """
-    distance = (pixels - window.shifts()[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
+    encoding, shifts = attention.encoding, conv.window.shifts()  # Δ of head h: f(h) of the theorem
+    distance = (pixels - shifts[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
+    if not conv.weight.isfinite().all():
+        raise ValueError('the weights of conv hold values that are not finite, but a kernel needs finite ones')
+    # W^(h) is the kernel's slice at the h-th position; an output has them head after head.
+    attention.value.weight.copy_(conv.weight.flatten(2).transpose(1, 2).flatten(1))
+    if isinstance(encoding, QuadraticEncoding):
+        encoding.center.copy_(shifts)
+        encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
+        alpha = encoding.sqrt_precision[0].double().square().item() / 2  # as stored
+    else:
+        encoding.weight.copy_((-alpha * distance).reshape(encoding.weight.shape))
     others = share * (-alpha * distance.double()).softmax(-1).masked_fill(distance == 0, 0)
     deviations = others.sum(-1, keepdim=True) + (1 - share)  # not 1/Z − 1, which would cancel
     differences, deviation = torch.where(distance == 0, -deviations, others), deviations.max().item()  # P_h − e_Δ
-    flat = flat_kernel(conv)
-    matrix = reduce_columns(flat)
+    matrix = conv.weight.detach().cpu().double().flatten(2).flatten(0, 1).T  # M, (K, C_out·C_in/groups)
+    matrix = matrix / matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)
+    matrix = torch.linalg.qr(matrix.T, mode='r').R.T  # K×K at most, with the same norms
     total = matrix.norm()
     error = ((differences.T @ matrix).norm() / total).item() if total > 0 else 0.0  # ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖M‖
     kept = replace(conv, weight=conv.weight.clone()) if deviation > 0 else None
-    return ConversionReport(len(flat), error, bound=0.0, alpha=alpha, deviation=deviation, conv=kept)
+    return ConversionReport(len(shifts), error, alpha, deviation, conv=kept)
 
 
 def pixels_around(window: Window, alpha: float) -> Tensor:

@@ -64,11 +64,8 @@ function onPage({row, column}, [tall, wide]) {
 
 // ---- Probabilities ----
 
-/** The part that is shown of a layer: the chosen one, or the only one that it has. */
-function partOf({parts}) {
-  const names = Object.keys(parts);
-  return parts[names.length === 1 ? names[0] : state.part];
-}
+/** The part that is shown of a layer: the chosen one, or the last one that it has. */
+const partOf = ({parts}) => parts[state.part] ?? Object.values(parts).pop();
 
 /** The numbers of the keys in the window of a query, H·W for those that it does not see; undefined without windows. */
 function windowOf({keys}, {number}) {
@@ -512,7 +509,8 @@ function fromAddress() {
   change(changes);
 }
 
-const allParts = () => Object.keys(PART_NAMES).filter((part) => page.layers.some((layer) => part in layer.parts));
+/** The parts of the layers that have most of them. */
+const allParts = () => page.layers.map(({parts}) => Object.keys(parts)).reduce((a, b) => b.length > a.length ? b : a);
 
 const prefersDark = matchMedia('(prefers-color-scheme: dark)');
 

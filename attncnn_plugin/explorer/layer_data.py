@@ -25,13 +25,14 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 import base64
 import gzip
 import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 import torch
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import HIDDEN, attention_layers, layer_labels, probs_of_scores, visit_layers
+from ..analysis.layer_maps import are_between_patches, layer_labels, probs_of_scores, warn_of
 from ..analysis.recorder import no_attention, observe
 from ..attention import AttentionLayer
 from ..heads.places import Places, cells
@@ -42,72 +43,73 @@ ROUNDING = 1e-5  # of a sum of probabilities
 Layer = Dict[str, Any]
 
 
-def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
-    """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
-    layers = attention_layers(model)
-    found: Dict[str, Layer] = {}
-
-    def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        size = layer.grid_of(x)
-        places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
-        _check_pairs(name, images, size, size[0] * size[1])
-        heads = None if layer.depends_on_content else layer.gaussian_heads()
-        centers = None if heads is None else heads.center.tolist()
-        data = found.setdefault(name, _layer(layer.num_heads, size, places, centers=centers))
-        for part, probs in _own_probs(layer, x).items():
-            if not probs.isfinite().all():
-                raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
-            data['parts'].setdefault(part, []).append(_packed_part(probs, _outside(1 - probs.sum(-1))))
-
-    some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
-    for image in some.split(1):
-        visit_layers(model, image, layers, visit)
-    return _finished({name: found[name] for name in layers})
-
-
-def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
-    """Returns the data of the attention between patches that a model of another library computes on images."""
+def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
+    """Returns the data of all attention of a model between the pixels or patches of images."""
+    model = unwrap_model(model)
     found: Dict[str, Layer] = {}
     others: Dict[str, Tuple[int, ...]] = {}
     tokens: Dict[str, List[float]] = {}
     windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
 
+    def add(name: str, size: Sequence[int], places: Any, parts: Any, centers: Any = None) -> None:
+        heads = len(next(iter(parts.values()))[0]) if parts else 0
+        rows, columns = map(list, places)
+        layer = dict(heads=heads, centers=centers, grid=list(size), rows=rows, columns=columns, others=[], keys=None)
+        own = found.setdefault(name, dict(layer, parts={}))
+        for part, (probs, beside) in parts.items():
+            own['parts'].setdefault(part, []).append(_packed_part(probs, beside))
+
+    def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        size = layer.grid_of(x)
+        places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
+        _check_pairs(name, images, size, math.prod(size))
+        parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in _own_probs(layer, x).items()}
+        if not all(probs.isfinite().all() for probs, _ in parts.values()):
+            raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+        heads = None if layer.depends_on_content else layer.gaussian_heads()
+        add(name, size, places, parts, None if heads is None else heads.center.tolist())
+
     def visit(name: str, probs: Tensor, places: Places) -> None:
         probs = probs.float().cpu()
-        if not probs.isfinite().all():
-            raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
         same = places.are_windows or places.queries is not None and torch.equal(places.queries, places.keys)
-        if not same or places.on_grid(probs[:, :1]) is None:
+        if not are_between_patches(name, probs, places) or not same:
             others[name] = tuple(probs.shape)
             return
-        queries, numbers = places.queries.cpu(), places.keys.cpu()
-        (_, query, grid), (_, key, _) = cells(queries), cells(numbers)
+        (_, query, grid), (_, key, _) = cells(places.queries.cpu()), cells(places.keys.cpu())
         _check_pairs(name, images, grid, key.shape[1])
         where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
         where = where[(query < 0).sum() :] if places.are_windows else where
+        sees = places.sees(probs).flatten(0, 1)[where]
         probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
         if places.are_windows:
             keys = key[where // query.shape[1]]
             beside = _outside((probs * (keys < 0)).sum(-1))
             probs = probs.masked_fill(keys < 0, 0)
-            windows[name] = keys, windows.get(name, (None, False))[1] | (probs.amax(0) > HIDDEN)
+            windows[name] = keys, windows.get(name, (None, False))[1] | sees
         else:
-            tokens[name] = numbers[0, key[0] < 0].tolist()
+            tokens[name] = places.keys[0, key[0] < 0].tolist()
             order = key[0].argsort(stable=True)
-            beside, probs = probs[..., order].split([len(tokens[name]), grid[0] * grid[1]], -1)
-        data = found.setdefault(name, _layer(len(probs), grid, [*map(range, grid)]))
-        data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
+            beside, probs = probs[..., order].split([len(tokens[name]), math.prod(grid)], -1)
+        add(name, grid, map(range, grid), dict(attention=(probs, beside)))
 
     for image in images.split(1):
-        read = observe(model, image, visit)
+        read = observe(model, image, visit, visit_own=visit_own)
+        if not any(own['parts'].keys() - {'position'} for own in found.values()):  # the same on all images
+            break
     if not found:
         raise no_attention(model, others)
+    warn_of(model, others)
     for name, numbers in tokens.items():
         found[name]['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(numbers)]
     for name, (keys, seen) in windows.items():
         whole = keys.masked_fill(~seen, math.prod(found[name]['grid']))
         found[name]['keys'] = packed(whole.numpy().astype(np.int32))
-    return _finished(found)
+    for name, label in layer_labels(found).items():
+        found[name].update(name=name, label=label)
+        for of_images in found[name]['parts'].values():
+            if all(image == of_images[0] for image in of_images):  # on all images the same
+                del of_images[1:]
+    return list(found.values())
 
 
 def packed(array: np.ndarray) -> Dict[str, Any]:
@@ -132,37 +134,9 @@ def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
     return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items()}
 
 
-def _layer(
-    heads: int,
-    size: Sequence[int],
-    places: Sequence[Sequence[int]],
-    centers: Optional[List[List[float]]] = None,
-) -> Layer:
-    return {
-        'heads': heads,
-        'centers': centers,
-        'grid': list(size),
-        'rows': list(places[0]),
-        'columns': list(places[1]),
-        'others': [],
-        'keys': None,
-        'parts': {},
-    }
-
-
 def _outside(mass: Tensor) -> Tensor:
     """Returns what lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
     return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
-
-
-def _finished(layers: Dict[str, Layer]) -> List[Layer]:
-    """Returns the layers with their names, and of each part that is the same on all images one."""
-    for name, label in layer_labels(layers).items():
-        layers[name].update(name=name, label=label)
-        for of_images in layers[name]['parts'].values():
-            if all(image == of_images[0] for image in of_images):
-                del of_images[1:]
-    return list(layers.values())
 
 
 def _packed_part(probs: Tensor, beside: Tensor) -> Dict[str, Any]:

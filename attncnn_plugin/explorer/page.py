@@ -11,8 +11,7 @@ from typing import Optional, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import has_own_attention
-from .layer_data import observed_layers, own_layers, packed
+from .layer_data import layers_of, packed
 
 FOLDER = Path(__file__).parent
 
@@ -56,7 +55,7 @@ def explorer_page(
             f'images, pictures and names are {len(images)}, {len(pictures)} and {len(names)}: give as '
             'many of each, at least one'
         )
-    layers = (own_layers if has_own_attention(model) else observed_layers)(model, images)
+    layers = layers_of(model, images)
     grid = [max(sizes) for sizes in zip(*(layer['grid'] for layer in layers))]
     shown = [packed(_rgb(picture)) for picture in pictures]
     data = json.dumps({'grid': grid, 'names': names, 'pictures': shown, 'layers': layers}, separators=(',', ':'))

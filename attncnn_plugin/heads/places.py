@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..attention.window import Window
 
 SIDE = 2**16  # rows and columns of an image at most
+HIDDEN = 1e-30  # of a probability; a mask of −100 leaves less
 MOVES = {
     *('__getitem__', 'cat', 'concat', 'concatenate', 'chunk', 'contiguous', 'expand', 'expand_as', 'flatten', 'flip'),
     *('gather', 'hsplit', 'vsplit', 'index_select', 'masked_select', 'movedim', 'moveaxis', 'narrow', 'pad', 'permute'),
@@ -140,17 +141,13 @@ class Places:
     keys: Optional[Tensor] = None
 
     @property
-    def images(self) -> Optional[int]:
-        """The number of images; None where it is unknown."""
-        return None if self.queries is None else int(self.queries.amax() // SIDE**2) + 1
-
-    @property
     def are_windows(self) -> bool:
         """Whether the queries are places only, in another order than row-major, or in several windows of an image."""
         if self.queries is None or not (self.queries >= 0).all():
             return False
-        place = cells(self.queries)[1]
-        return len(place) != self.images or not (place == torch.arange(place.shape[1], device=place.device)).all()
+        image, place, _ = cells(self.queries)
+        in_order = (place == torch.arange(place.shape[1], device=place.device)).all()
+        return len(place) != int(image.max()) + 1 or not bool(in_order)
 
     def by_image(self, probs: Tensor) -> Iterator[Tuple[Tensor, 'Places']]:
         """Yields the probabilities of the windows of each image, and their places."""
@@ -160,6 +157,29 @@ class Places:
             first = number * SIDE**2
             numbers = (own[image == number] - (own[image == number] > 0) * first for own in (self.queries, self.keys))
             yield probs[image == number], Places(*numbers)
+
+    def sees(self, probs: Tensor) -> Tensor:
+        """Says which keys each query sees in windows, ``(B, Q, K)``: the places in its window, on its side of a seam.
+
+        A window has a seam where the grid was rolled, and its two sides lie apart. Keys on the other side count where
+        they get more than a mask leaves. On the same side each counts, however little it gets.
+
+        Args:
+            probs (Tensor): ``(B, N_h, Q, K)``.
+        """
+        assert self.queries is not None and self.keys is not None
+        whole = torch.cat([self.queries, self.keys], 1)
+        _, place, grid = cells(whole)
+        side = torch.zeros_like(place)
+        for coordinate in (place // grid[1], place % grid[1]):
+            ordered, order = coordinate.where(place >= 0, coordinate.amax(1, keepdim=True)).sort(1)
+            gaps = ordered.diff(dim=1)
+            step = gaps.where(gaps > 0, SIDE).amin()  # more than 1 in windows of tokens that lie apart
+            seams = nn.functional.pad((gaps > step).cumsum(1), (1, 0))
+            side = side * whole.shape[1] + seams.gather(1, order.argsort(1))
+        of_queries, of_keys = side.split([self.queries.shape[1], self.keys.shape[1]], 1)
+        near = of_queries[:, :, None] == of_keys[:, None]
+        return (near | (probs.amax(1) > HIDDEN)) & (self.keys > 0)[:, None]
 
     def on_grid(self, probs: Tensor) -> Optional[Tuple[Tensor, Tuple[int, int]]]:
         """Returns probabilities between all places, row-major, ``(B, N_h, H·W, H·W)``, and (H, W).
@@ -201,10 +221,10 @@ def cells(numbers: Tensor) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
 
 def places_of_grid(images: int, grid: Tuple[int, ...], window: Optional[Window] = None) -> Places:
     """Returns the places of tokens that are a grid, row-major, of which those are queries where a window is."""
-    numbers = new_numbers(torch.empty(images, 1, *grid), None)[:, 0]
+    numbers = new_numbers(torch.empty(images, 1, *grid, device='cpu'), None)[:, 0]
     queries = numbers
     for axis, side in enumerate(grid if window is not None else ()):
-        place = window.queries(axis, side)
+        place = window.queries(axis, side, 'cpu')
         queries = queries.index_select(axis + 1, place.clamp(0, side - 1)).movedim(axis + 1, -1)
         queries = queries.masked_fill((place < 0) | (place >= side), 0).movedim(-1, axis + 1)  # in the padding
     return Places(queries.flatten(1), numbers.flatten(1))

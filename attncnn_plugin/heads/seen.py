@@ -33,10 +33,15 @@ Touch = Callable[['AnyAttention', Tensor], Tensor]
 Part = Tuple[str, int, int]
 
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, F.gumbel_softmax}
+LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
+EXP = {torch.exp, Tensor.exp, Tensor.exp_}
+DIVISION = {torch.div, torch.true_divide, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__}
 TURNED = {Tensor.__rmatmul__}  # takes what comes second first
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, *TURNED}
+PRODUCTS |= {torch.linalg.matmul}
 DROPOUT = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 PARTS = {Tensor.__getitem__, Tensor.narrow, Tensor.select, Tensor.chunk, torch.chunk, Tensor.split, torch.split}
+PARTS |= {Tensor.gather, torch.gather, Tensor.index_select, torch.index_select}
 LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as}  # of which they take no value
 WITH_FAST_PATH = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 
@@ -104,7 +109,7 @@ class Watch(threading.local):
 
     def __init__(self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool) -> None:
         self.model, self.visit, self.wanted, self.touch, self.end, self.again = model, visit, wanted, touch, end, again
-        self.names: Dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.names: Dict[nn.Module, Optional[str]] = {module: name for name, module in model.named_modules()}
         self.running: List[Tuple[nn.Module, Optional[str]]] = []
         self.functions: Optional[FunctionsSeen] = None
         self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
@@ -119,6 +124,9 @@ class Watch(threading.local):
         if not self.running and getattr(module, '_is_replica', False) and type(module) is type(self.model):
             self.names = {own: name for name, own in module.named_modules()}  # a copy by nn.DataParallel
             self.model = module
+        if self.running and module not in self.names and not is_function(module):
+            self.names[module] = None  # of another model, or it came while the model ran
+            self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
         if self.native is not None or not self.running and (name is None or in_backward() and not self.again):
             return None
@@ -158,6 +166,9 @@ class Watch(threading.local):
                 with torch.no_grad():
                     again = module.forward(*args, **kwargs_and_output[0])  # for what the fast path hides
                 functions.places.take_over([again], kwargs_and_output[1:])
+        elif has_run and isinstance(module, AttentionLayer):  # which moves no tokens
+            like = F.linear if module.window is None else F.conv2d
+            functions.places.follow(like, args, {}, kwargs_and_output[1])
         functions.close(module)
         self.running.pop()
         if not self.running:
@@ -315,6 +326,7 @@ class FunctionsSeen(TorchFunctionMode):
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
         self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
+        self.unnormalized: Any = WeakTensorKeyDictionary()  # exponentials; True of logarithms of softmax
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
@@ -352,7 +364,7 @@ class FunctionsSeen(TorchFunctionMode):
             return self.see_fused(probs_of_flex_attention, output[0], *args[:6])
         if hasattr(func, 'kernel'):
             return self.see_kernel(func.kernel, args, kwargs, output)
-        if func in SOFTMAX and output.ndim > 1:
+        if func in SOFTMAX and output.ndim > 1 or self.is_softmax_by_hand(func, args, output):
             self.weights[output] = None
             return None
         if not self.weights and not self.outputs:
@@ -370,6 +382,19 @@ class FunctionsSeen(TorchFunctionMode):
         if weights and attention is None:
             self.carry(tensors, weights, func, args, kwargs, output)
         return attention
+
+    def is_softmax_by_hand(self, func: Any, args: Any, output: Any) -> bool:
+        """Says whether a call gives exponentials divided by sums along an axis, or those of logarithms of softmax."""
+        first, other = (*args, None, None)[:2]
+        if not isinstance(output, Tensor) or not isinstance(first, Tensor):
+            return False
+        if func in LOG_SOFTMAX or func in EXP and first not in self.unnormalized:
+            self.unnormalized[output] = func in LOG_SOFTMAX
+        elif func in EXP:
+            return bool(self.unnormalized[first])
+        elif func in DIVISION and first in self.unnormalized and isinstance(other, Tensor):
+            return first.ndim == other.ndim > 1 and sum(map(int.__ne__, first.shape, other.shape)) == 1
+        return False
 
     def see_fused(
         self, probs: Any, output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -624,14 +649,16 @@ def probs_of_dot_products(
 ) -> Tensor:
     """Computes softmax(Q Kᵀ/√d + B), the probabilities of ``scaled_dot_product_attention``, ``(…, Q, K)``."""
     if type(attn_mask) not in (type(None), Tensor, nn.Parameter):  # such as a CausalBias, which is no tensor of scores
-        eye = torch.eye(key.shape[-2]).to(value).expand(*key.shape[:-1], -1)
+        eye = torch.eye(key.shape[-2], device=value.device, dtype=value.dtype).expand(*key.shape[:-1], -1)
         return F.scaled_dot_product_attention(query, key, eye, attn_mask, scale=scale, enable_gqa=enable_gqa)
     scores = dot_products(query, key, scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1)
-    return softmax(scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores.masked_fill_(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores += attn_mask
+    return softmax(scores, masked=attn_mask is not None)
 
 
 def probs_of_flex_attention(
@@ -648,10 +675,11 @@ def probs_of_flex_attention(
     return softmax(score_mod(scores, *places).masked_fill(~sees(*places), -torch.inf))
 
 
-def softmax(scores: Tensor) -> Tensor:
-    """Returns softmax, which is 0 where a query sees no key."""
-    sees_none = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(sees_none, 0)
+def softmax(scores: Tensor, masked: bool = True) -> Tensor:
+    """Returns softmax in the memory of the scores, which is 0 where a query sees no key, by a mask of −inf."""
+    sees_none = scores.amax(-1, keepdim=True) == -torch.inf if masked else None
+    probs = torch.softmax(scores, -1, out=scores if type(scores) is Tensor else None)
+    return probs if sees_none is None else probs.masked_fill_(sees_none, 0)
 
 
 def permuted(axes: Sequence[List[Part]], before: Tensor, after: Tensor) -> Optional[List[List[Part]]]:

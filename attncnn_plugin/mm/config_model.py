@@ -109,8 +109,8 @@ class ConfigModel(LoadedModel):
         size = tuple(inputs.shape[1:])
         if self.img_size not in (None, size):
             print(
-                f'{path}: {_size_text(size)} pixels after the test pipeline are scaled and cropped to '
-                f'{_size_text(self.img_size)}, the size of the model',
+                f'{path}: {size} pixels after the test pipeline are scaled and cropped to {self.img_size}, the size of '
+                'the model',
                 file=sys.stderr,
             )
             fitted = ImageOps.fit(Image.fromarray(image), self.img_size[::-1], Image.Resampling.BICUBIC)
@@ -122,8 +122,8 @@ class ConfigModel(LoadedModel):
         sizes = sorted({tuple(image.shape[1:]) for image in images})
         if len(sizes) > 1:
             raise ValueError(
-                f'the images have {len(sizes)} different sizes after the test pipeline, such as '
-                f'{_size_text(sizes[0])} and {_size_text(sizes[-1])}, but one is needed: give images of the same size'
+                f'the images have {len(sizes)} different sizes after the test pipeline, such as {sizes[0]} and '
+                f'{sizes[-1]}, but one is needed: give images of the same size'
             )
         return self.model.data_preprocessor(dict(inputs=list(images)), False)['inputs']
 
@@ -173,8 +173,3 @@ class ConfigModel(LoadedModel):
         """Returns an image after the rest of the pipeline."""
         size = image.shape[:2]
         return self._pipeline[1](dict(img=image, img_shape=size, ori_shape=size))['inputs']
-
-
-def _size_text(size: Sequence[int]) -> str:
-    """Returns height and width as ``'32x48'``."""
-    return 'x'.join(map(str, size))

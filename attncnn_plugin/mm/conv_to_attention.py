@@ -38,13 +38,9 @@ class ConvToAttention(Restructurable):
             generator (torch.Generator, optional): Of the CPU; draws W^K, where there is attention by content.
 
         Raises:
-            RuntimeError: The backbone is in the phase ``'attn'`` already.
-            ValueError: A layer that cannot be replaced any more, for instance because of a hook.
+            ValueError: There is no convolution any more, or a layer that cannot be replaced, for instance because of a
+                hook.
         """
-        if self.phase == 'attn':
-            raise RuntimeError(
-                "the backbone is in phase='attn' already: there is no convolution to turn into attention"
-            )
         settings = {name: value for name, value in self.conversion.items() if name != 'backbone'}
         return convs_to_attention(self, **{**settings, 'layers': self._convolutions()}, generator=generator)
 
@@ -121,10 +117,6 @@ def conv_to_attention(
         layer4.1.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
         model                                11,176,512 → 12,227,190
     """
-    if not isinstance(backbone, dict):
-        raise TypeError(
-            f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"
-        )
     known = inspect.signature(check_settings).parameters
     refuse_unknown('ConvToAttention', [name for name in settings if name not in known])
     if phase not in PHASES:

@@ -36,14 +36,13 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
     """
     dataset = DATASETS.build(dataset) if isinstance(dataset, dict) else dataset
     if not isinstance(dataset, BaseDataset):
-        raise TypeError(
-            f'dataset={dataset!r} of BalancedSubset must be a dataset of mmengine or mmpretrain and no wrapper of '
-            'others, or its config'
-        )
+        raise TypeError(f'dataset={dataset!r} of BalancedSubset must be a dataset of mmpretrain, or its config')
     if not isinstance(num_images, int) or num_images < 1:
         raise ValueError(f'num_images={num_images!r} of BalancedSubset must be a number of images, at least 1')
     dataset.full_init()
-    labels = np.array([_label(dataset, i) for i in range(len(dataset))], dtype=int)
+    labels = np.array([dataset.get_data_info(i).get('gt_label', -1) for i in range(len(dataset))])
+    if labels.ndim != 1 or labels.min(initial=0) < 0:
+        raise ValueError('the images of a BalancedSubset must have one gt_label each')
     counts = np.bincount(labels, minlength=len(dataset.metainfo.get('classes') or ()))
     rarest = int(counts.min(initial=len(labels)))
     if num_images > rarest * len(counts):
@@ -58,16 +57,6 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         rounds[labels[order] == label] = np.arange(counts[label])
     dataset.get_subset_(np.sort(order[np.argsort(rounds, kind='stable')[:num_images]]).tolist())
     return dataset
-
-
-def _label(dataset: BaseDataset, index: int) -> int:
-    label = np.atleast_1d(dataset.get_data_info(index).get('gt_label', []))
-    if label.shape != (1,) or label[0] < 0:
-        raise ValueError(
-            f'image {index} of {type(dataset).__name__} has gt_label={label.tolist()}, but BalancedSubset is for '
-            'images of one class each'
-        )
-    return int(label[0])
 
 
 @DATASETS.register_module()

@@ -1,10 +1,14 @@
-"""Models of other libraries take the structure of the checkpoint that a run loads."""
+"""Models take the structure of the checkpoint that a run loads; what hooks that change a model have in common."""
+
+from typing import Tuple
 
 from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmpretrain.registry import HOOKS
+from torch.nn.parallel import DistributedDataParallel
 
-from .runner import follow_checkpoint, wrap_again
+from .runner import check_loop, follow_checkpoint, wrap_again
 
 
 @HOOKS.register_module()
@@ -34,6 +38,37 @@ class FollowStateDictHook(Hook):
             raise ValueError(
                 'the optimizer was built before the model took the structure of the checkpoint, with parameters that '
                 f"it does not have, such as {trained[0]}: build the model with that structure, such as phase='attn' of "
-                'CMHSA or of the backbone ConvToAttention, or resume the run with the PhaseTransitionHook that it had'
+                'CMHSA or of the backbone ConvToAttention, or give the run its PhaseTransitionHook, or one of epoch=0'
             )
         wrap_again(runner)
+
+
+class ChangingHook(FollowStateDictHook):
+    """A hook that changes the model of a training at some ``times``, epochs or iterations."""
+
+    unit = 'epoch'  # or 'iter'
+    times: Tuple[int, ...]
+
+    def before_train(self, runner) -> None:
+        """Checks the run, and warns of one that ends early.
+
+        Raises:
+            TypeError: The loop counts something else, or the model is in a wrapper that cannot be built anew.
+        """
+        check_loop(runner, self, self.unit)
+        if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
+            raise TypeError(
+                f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
+                'use MMDistributedDataParallel'
+            )
+        self._warn_of_end(runner, getattr(runner, f'max_{self.unit}s'))
+
+    def after_train(self, runner) -> None:
+        """Warns of a run that another hook has stopped."""
+        self._warn_of_end(runner, getattr(runner, self.unit))
+
+    def _warn_of_end(self, runner, end: int) -> None:
+        late = ', '.join(str(time) for time in self.times if time >= end)
+        if late:
+            name = type(self).__name__
+            runner.logger.warning(f'The run ends after {end} {self.unit}s: {name} does nothing at {self.unit} {late}')

@@ -1,27 +1,20 @@
 """From convolution to attention in the middle of a training (L21, section 4)."""
 
 import copy
-from typing import List, Optional, Sequence, Union
+from typing import List, Optional, Union
 
 from mmengine.config import Config
 from mmengine.dist import all_gather_object
-from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmpretrain.registry import HOOKS
-from torch import Tensor, nn
 
-from ..convert.drift import evaluated_copy, relative_change, tensors_in
-from ..training import parts_in_phases, to_attention
+from ..training import TwoPhases, parts_in_phases
+from ..training.loops import check_epochs
+from .follow_state_dict import ChangingHook
 from .runner import (
-    UNITS,
     add_scalars,
     averaged_models,
-    build_schedulers,
-    check_loop,
-    check_wrapper,
     follow_checkpoint,
-    forward,
-    have_stepped,
     is_resumed,
     make_groups_plain,
     unwrapped,
@@ -30,18 +23,20 @@ from .runner import (
 
 
 @HOOKS.register_module()
-class PhaseTransitionHook(Hook):
+class PhaseTransitionHook(ChangingHook):
     """Turns the convolutions of a model into attention after some epochs, or after some iterations.
 
-    The model has a :class:`~attncnn_plugin.mm.backbones.CMHSA`, a backbone of
-    :func:`~attncnn_plugin.mm.conv_to_attention.conv_to_attention`, or any other module with a ``phase``, ``'conv'`` or
-    ``'attn'``, and a ``to_attention(generator)`` that returns something to print.
+    It calls :class:`~attncnn_plugin.training.TwoPhases`. The model has a
+    :class:`~attncnn_plugin.mm.backbones.CMHSA`, a backbone of
+    :func:`~attncnn_plugin.mm.conv_to_attention.conv_to_attention`, or any other
+    :class:`~attncnn_plugin.training.PhasedModule`.
 
-    At the first iteration of the second phase, on every rank, the hook converts the model, builds the optimizer wrapper
-    and the schedulers of the second phase, wraps the model anew for distributed training and converts the copy of
-    an ``EMAHook``. It logs what it did, and how far the features of an image of the current batch moved.
+    When the second phase begins, on every rank, the hook turns the model and the copy of an ``EMAHook``, logs what has
+    changed, builds the optimizer wrapper and the schedulers of the second phase, and wraps the model anew for
+    distributed training.
 
-    A checkpoint of either phase resumes with the structure, the optimizer and the schedule that it was saved with.
+    A checkpoint of either phase resumes with the structure, the optimizer and the schedule that it was saved with. With
+    ``epoch=0`` a model that is attention already trains by the second phase's optimizer at once.
 
     ``compile=True`` compiles the training steps of both phases. Runs without this hook that have ``compile=True`` and a
     ``paramwise_cfg`` fail with PyTorch 2.13 and 2.14, which cannot compile mmengine's parameter groups; 2.15 can.
@@ -80,14 +75,14 @@ class PhaseTransitionHook(Hook):
         param_scheduler: Optional[Union[dict, List[dict]]] = None,
         iter: Optional[int] = None,
     ):
-        given = [length for length in (epoch, iter) if length is not None]
-        if len(given) != 1 or not isinstance(given[0], int) or given[0] < 0:
+        if (epoch is None) == (iter is None):
             raise ValueError(
                 f'epoch={epoch!r} and iter={iter!r} of PhaseTransitionHook: give one of them, the number of epochs or '
                 'of iterations of the first phase, 0 for none'
             )
-        self.unit = 'epoch' if iter is None else 'iter'
-        self.begin = given[0]  # of the second phase
+        self.unit, given = ('epoch', epoch) if iter is None else ('iter', iter)
+        self.times = check_epochs(f'{self.unit}={given!r} of PhaseTransitionHook', [given])
+        self.phases = TwoPhases(self.times[0])
         self.optim_wrapper = optim_wrapper or {}
         self.param_scheduler = param_scheduler
 
@@ -98,86 +93,52 @@ class PhaseTransitionHook(Hook):
             TypeError: The loop counts something else, or the model is wrapped by something else than DDP.
             ValueError: There is nothing to convert, or a mistake in the settings of the second phase.
         """
-        check_loop(runner, self, self.unit)
-        check_wrapper(runner)
+        super().before_train(runner)
         make_groups_plain(runner)
+        # The same draw on every rank, in a run that was resumed before, and in averages.
+        self.phases.seed = all_gather_object(runner.seed)[0]
         model = unwrapped(runner.model)
-        if not parts_in_phases(model):
-            raise ValueError(
-                'PhaseTransitionHook finds no CMHSA in the model, nor a backbone of the type ConvToAttention: there '
-                'is nothing to convert'
-            )
-        done = self._done(runner)
-        begins = done < self.begin or not is_resumed(runner)  # a first phase, of no length for 0
-        if begins and parts_in_phases(model, 'attn'):
-            raise ValueError(
-                f"the model is in phase='attn' at {self.unit} {done}, before {self.unit}={self.begin} of "
-                "PhaseTransitionHook turns it: start with phase='conv'; keep training a checkpoint of the second phase "
-                f"by resume=True and the {self.unit} that it was trained with; or train phase='attn' without this hook"
-            )
-        self._warn_of_end(runner, self._planned(runner))
-        if self._planned(runner) > self.begin and parts_in_phases(model, 'conv'):
+        self.phases.check(model)
+        if self._left(runner) > 0 and parts_in_phases(model, 'conv'):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
-            self._build_optimization(runner, max(self.begin, done))
+            self._build_optimization(runner)
             runner.optim_wrapper, runner.param_schedulers = first_phase
 
-    def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """Makes the transition, when its time has come."""
-        done, model = self._done(runner), unwrapped(runner.model)
-        parts = parts_in_phases(model, 'conv')
-        if done < self.begin or not parts:
+    def before_train_epoch(self, runner) -> None:
+        """Makes the transition, if its time has come; a run that counts iterations begins with its only epoch."""
+        count, model = getattr(runner, self.unit), unwrapped(runner.model)
+        copies = [averaged.module for averaged in averaged_models(runner)]
+        changes = self.phases.on_epoch_begin(model, (), count, copies)
+        if not changes and not runner.iter == count == self.phases.epoch:  # attention from the start
             return
-        if not have_stepped(runner):
-            runner.logger.warning(
-                f'The first phase ends after {runner.iter} iterations, in the middle of those whose gradients are '
-                'accumulated: the gradients of the last ones are dropped'
-            )
-        before = _features(runner, model, parts, data_batch)
-        # The same draw on every rank, in a run that was resumed before, and in averages.
-        seed = all_gather_object(runner.seed)[0]
-        for change in to_attention(model, seed):
-            runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
-        for averaged in averaged_models(runner):
-            to_attention(averaged.module, seed)
+        for change in changes:
+            runner.logger.info(f'Transition at {self.unit} {count}:\n{change}')
+            add_scalars(runner, {'transition/parameters': change.parameters_after}, count)  # curves are marked here
         wrap_again(runner, compile=True)
-        self._build_optimization(runner, done)
+        self._build_optimization(runner)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
-        drift = relative_change(before, _features(runner, model, parts, data_batch)) if before else None
-        if drift is not None:
-            runner.message_hub.update_info('transition_drift', drift)
-            add_scalars(runner, {'transition/relative_change': drift}, done)  # curves are marked here
-            runner.logger.info(f'Relative change of the features on the current batch: {drift:.3g}')
+
+    def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
+        """Makes the transition of a run that counts iterations."""
+        if self.unit == 'iter' and runner.iter == self.phases.epoch > 0:
+            self.before_train_epoch(runner)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Brings a run that resumes a checkpoint of the second phase to that phase: model, optimizer, schedulers."""
-        changed = follow_checkpoint(runner, checkpoint)
-        if changed and is_resumed(runner) and isinstance(runner.optim_wrapper, OptimWrapper):
+        follow_checkpoint(runner, checkpoint)
+        is_attention = not parts_in_phases(unwrapped(runner.model), 'conv')
+        if is_attention and is_resumed(runner) and isinstance(runner.optim_wrapper, OptimWrapper):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             wrap_again(runner)
-            self._build_optimization(runner, self.begin)
+            self._build_optimization(runner)
 
-    def after_train(self, runner) -> None:
-        """Warns of a run without a second phase, which another hook may have stopped."""
-        self._warn_of_end(runner, self._done(runner))
+    def _left(self, runner) -> int:
+        """Returns the length of the second phase, in epochs or iterations."""
+        return getattr(runner, f'max_{self.unit}s') - self.phases.epoch
 
-    def _warn_of_end(self, runner, end: int) -> None:
-        if end <= self.begin:
-            runner.logger.warning(
-                f'The run ends after {end} {UNITS[self.unit]}, before the transition to attention after {self.unit} '
-                f'{self.begin} of PhaseTransitionHook'
-            )
-
-    def _done(self, runner) -> int:
-        """Returns the epochs or iterations that are over."""
-        return runner.epoch if self.unit == 'epoch' else runner.iter
-
-    def _planned(self, runner) -> int:
-        """Returns the epochs or iterations of the whole run."""
-        return runner.max_epochs if self.unit == 'epoch' else runner.max_iters
-
-    def _build_optimization(self, runner, begin: int) -> None:
-        """Builds optimizer wrapper and schedulers of a second phase that begins at an epoch or iteration."""
+    def _build_optimization(self, runner) -> None:
+        """Builds optimizer wrapper and schedulers of the second phase; schedulers without an end end with it."""
         config = Config(dict(optim_wrapper=runner.cfg.get('optim_wrapper') or {}))
         config.merge_from_dict(dict(optim_wrapper=copy.deepcopy(self.optim_wrapper)))
         if not config.optim_wrapper.get('constructor') and 'type' not in config.optim_wrapper.get('optimizer', {}):
@@ -185,32 +146,22 @@ class PhaseTransitionHook(Hook):
                 f'optim_wrapper={self.optim_wrapper} of PhaseTransitionHook names no type of optimizer, and the config '
                 "of the run has none to inherit: optim_wrapper=dict(optimizer=dict(type='AdamW', lr=…))"
             )
+        schedulers = copy.deepcopy(self.param_scheduler)
+        if schedulers is None:
+            schedulers = copy.deepcopy(runner.cfg.get('param_scheduler')) if self.phases.epoch == 0 else []
+        left, by_epochs = self._left(runner), self.unit == 'epoch'
+        for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers or []:
+            if not scheduler.get('by_epoch', True):
+                scheduler.setdefault('end', left * len(runner.train_dataloader) if by_epochs else left)
+            elif by_epochs:
+                scheduler.setdefault('end', left)
+            else:
+                raise ValueError(
+                    f'the scheduler {scheduler} counts epochs, but the loop counts iterations: give it by_epoch=False, '
+                    'and begin and end in iterations'
+                )
         runner.param_schedulers = None  # scale_lr wants it before them
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
         make_groups_plain(runner)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
-        schedulers = self.param_scheduler
-        if schedulers is None and self.begin == 0:
-            schedulers = runner.cfg.get('param_scheduler')
-        build_schedulers(runner, schedulers or [], self._planned(runner) - begin, self.unit == 'epoch')
-
-
-def _features(runner, model: nn.Module, parts: Sequence[nn.Module], batch) -> List[Tensor]:
-    """Returns what parts of a model put out for the first image of a batch, in evaluation mode; none if it fails."""
-    # A copy: the preprocessor writes into the samples of images that are trained on next.
-    image = copy.deepcopy({key: values[:1] for key, values in batch.items()} if isinstance(batch, dict) else batch)
-    features: List[Tensor] = []
-    names = {module: name for name, module in model.named_modules()}
-    try:
-        with evaluated_copy(model) as trial:
-            for part in parts:
-                own = trial.get_submodule(names[part])
-                own.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
-            forward(trial, image, 'tensor')
-    except Exception as error:  # some models have no such mode; the training must not end for a line in the log
-        runner.logger.warning(
-            f'The change of the features is not known: {type(model).__name__} has no output for a batch in '
-            f"mode='tensor' ({error})"
-        )
-        return []
-    return features
+        runner.param_schedulers = runner.build_param_scheduler(schedulers or [])

@@ -1,26 +1,20 @@
 """Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
 
 import contextlib
-import itertools
-import math
 import os
-import signal
-import sys
-import threading
-from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Union
+from typing import Optional, Union
 
-import torch
-from mmengine.dist import all_gather_object, all_reduce, barrier, is_main_process
-from mmengine.fileio import LocalBackend, put, register_backend
+from mmengine.dist import is_main_process
+from mmengine.fileio import LocalBackend, exists, join_path, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
-from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
-from .runner import averaged_models, checkpoint_to_load, have_stepped, is_resumed, load_from, seed_epoch
+from .runner import averaged_models, checkpoint_to_load, is_resumed, load_from, seed_epoch
+
+UNFIT = 'missing, damaged or without an optimizer'
 
 
 @register_backend('atomic', force=True)  # again, by this plugin or by another one that has it
@@ -65,21 +59,16 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
     named = [Path(last)] if last else []
     if out_dir is None:
         named = [Path(work_dir, path.name) for path in named] + named
-    found = (path for folder in {Path(work_dir), *(path.parent for path in named)} for path in folder.glob('*.pth'))
-    files = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in (*named, *files):
+    found = {path for folder in (work_dir, *(path.parent for path in named)) for path in Path(folder).glob('*.pth')}
+    for path in (*named, *sorted(found, key=os.path.getmtime, reverse=True)):
         if 'optimizer' in load_or_empty(path):
             return str(path)
-    if files or last is not None:
+    if found or last is not None:
         raise FileNotFoundError(
-            f'{last or "last_checkpoint"} is {_flaw(last)}, and {work_dir} holds no other checkpoint to resume from: '
-            'start anew without --resume'
+            f'{last or "last_checkpoint"} is {UNFIT}, and {work_dir} holds no other checkpoint to resume from: start '
+            'anew without --resume'
         )
     return None
-
-
-def _flaw(path: Optional[str]) -> str:
-    return 'without an optimizer' if load_or_empty(str(path)) else 'damaged or missing'
 
 
 def load_or_empty(path: Union[str, Path]) -> dict:
@@ -97,7 +86,8 @@ class AtomicCheckpointHook(CheckpointHook):
     ``max_keep_ckpts`` removes an old checkpoint when the new one is there. Where the last one is damaged all the same,
     ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
     checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed from. A
-    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run.
+    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run. Weights
+    that are not finite are an error instead of a checkpoint.
 
     The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
@@ -118,9 +108,8 @@ class AtomicCheckpointHook(CheckpointHook):
             last = find_latest_checkpoint(runner.work_dir)
             name = find_whole_checkpoint(runner.work_dir, self.out_dir)
             if name and os.path.realpath(name) != os.path.realpath(last or ''):
-                copied = last and Path(last).name == Path(name).name
-                why = 'of another folder' if copied else _flaw(last)
-                runner.logger.warning(f'{last or "last_checkpoint"} is {why}: resuming from {name} instead')
+                why = f'{last or "last_checkpoint"} is of another folder, {UNFIT}'
+                runner.logger.warning(f'{why}: resuming from {name} instead')
             load_from(runner, name)
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:
@@ -153,22 +142,30 @@ class AtomicCheckpointHook(CheckpointHook):
 
     def before_train(self, runner) -> None:
         """Points to the run's own files instead of another's, and removes what a killed process has left incomplete."""
-        super().before_train(runner)
-        hub, backend = runner.message_hub, self.file_backend
+        hub, folder = runner.message_hub, runner.work_dir
+        if self.out_dir not in (None, folder):  # as mmengine does
+            folder = join_path(self.out_dir, os.path.basename(folder.rstrip(os.sep)))
         for key in [key for key in hub.runtime_info if key == 'last_ckpt' or key.startswith('best_ckpt')]:
-            own = backend.join_path(self.out_dir, os.path.basename(hub.pop_info(key)))
-            if backend.exists(own):
+            own = join_path(folder, os.path.basename(hub.pop_info(key)))
+            if exists(own, self.backend_args):
                 hub.update_info(key, own)
-        if self.save_best and len(self.key_indicators) == 1:
-            self.best_ckpt_path = hub.runtime_info.get('best_ckpt')
-        elif self.save_best:
-            self.best_ckpt_path_dict = {name: hub.runtime_info.get(f'best_ckpt_{name}') for name in self.key_indicators}
+        super().before_train(runner)
         if is_main_process():
             for part in Path(self.out_dir).glob('*.pth.part'):
                 part.unlink()
             last = Path(runner.work_dir, 'last_checkpoint')
             if last.is_file():  # in a copy made of links, that of the other run, into which mmengine would write
                 put(last.read_bytes(), str(last), backend_args=dict(backend='atomic'))
+
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Raises ``FloatingPointError``, on every rank, where a learned weight is NaN or infinite."""
+        for name, parameter in runner.model.named_parameters():
+            if parameter.requires_grad and not parameter.isfinite().all():
+                last = find_latest_checkpoint(runner.work_dir) or 'none yet'
+                raise FloatingPointError(
+                    f'{name} is not finite any more after iteration {runner.message_hub.get_info("iter") + 1}, and is '
+                    f'not saved; the last checkpoint is {last}: resume with a lower rate, or with clip_grad'
+                )
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         """Removes the oldest checkpoint after the new one is written; mmengine does so before."""
@@ -189,8 +186,6 @@ def _check_resumable(runner, checkpoint: dict) -> None:
     name = checkpoint_to_load(runner)
     parts = ['meta', 'message_hub', 'optimizer', *(['param_schedulers'] if runner.param_schedulers else [])]
     missing = [part for part in parts if part not in checkpoint]
-    several = getattr(runner.optim_wrapper, 'optim_wrappers', {})
-    missing += [f'optimizer.{own}' for own in several if own not in checkpoint.get('optimizer', several)]
     if missing:
         other = None
         with contextlib.suppress(FileNotFoundError):
@@ -212,8 +207,7 @@ class EpochSeedHook(Hook):
 
     Checkpoints of mmengine hold no random state. With this hook a run that resumes from the checkpoint of an epoch ends
     with the same weights as one that was never stopped, where the computations themselves are deterministic. The data
-    loader must have ``num_workers=0`` or ``persistent_workers=False``. A run that resumes within an epoch, as after
-    ``PreemptionHook``, has other random numbers until the end of that epoch.
+    loader must have ``num_workers=0`` or ``persistent_workers=False``.
     """
 
     priority = 'VERY_LOW'  # after the hooks that draw random numbers of their own
@@ -221,167 +215,6 @@ class EpochSeedHook(Hook):
     def before_train_epoch(self, runner) -> None:
         """Seeds Python, numpy and PyTorch."""
         seed_epoch(runner)
-
-
-@HOOKS.register_module()
-class InvalidLossHook(Hook):
-    """Ends the training, on every rank, when a loss is NaN or infinite, and keeps such weights out of checkpoints.
-
-    The error names the iteration and the last checkpoint; the images of the batch are in the log. Gradients are not
-    looked at: infinite ones are normal with automatic mixed precision.
-    """
-
-    priority = 'HIGH'  # before EMAHook, and before anything is saved
-
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Raises ``FloatingPointError`` where a loss of the iteration, on any rank, is NaN or infinite."""
-        logged = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
-        invalid = {name: value for name, value in logged.items() if 'loss' in name and not math.isfinite(value)}
-        invalid_anywhere = torch.tensor(float(bool(invalid)))
-        all_reduce(invalid_anywhere, op='max')
-        if not invalid_anywhere:
-            return
-        ranks = all_gather_object((invalid, _images(data_batch) if invalid else []))
-        losses = next(losses for losses, _ in ranks if losses)
-        images = [name for _, names in ranks for name in names]
-        runner.logger.error(f'The images of the batch: {", ".join(images)}')
-        values = ', '.join(f'{name}={value}' for name, value in losses.items())
-        others = f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else ''
-        raise FloatingPointError(
-            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of '
-            f'{", ".join(images[:3])}{others}; nothing was saved since {_last_checkpoint(runner)}: look at these '
-            'images, or resume with a lower rate'
-        )
-
-    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Raises ``FloatingPointError`` where a learned weight is NaN or infinite, after a step with a finite loss."""
-        for name, parameter in runner.model.named_parameters():
-            if parameter.requires_grad and not parameter.isfinite().all():
-                raise FloatingPointError(
-                    f'{name} is not finite any more after iteration {runner.message_hub.get_info("iter") + 1}; nothing '
-                    f'was saved since {_last_checkpoint(runner)}: resume with a lower rate, or with clip_grad'
-                )
-
-
-def _images(data_batch) -> List[str]:
-    """Returns file names of the images of a batch, or their numbers in the data set where they have none."""
-    samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
-    return [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
-
-
-def _last_checkpoint(runner) -> str:
-    """Returns the file that the run can resume from, in words where there is none."""
-    return find_latest_checkpoint(runner.work_dir) or 'the start'
-
-
-@HOOKS.register_module()
-class PreemptionHook(Hook):
-    """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` continues.
-
-    When one rank got the signal, all of them finish the iteration, or several until accumulated gradients have made a
-    step. The process ends with status 143, as by SIGTERM itself. A resumed run trains on the remaining batches of the
-    epoch, in the same order, with other random numbers. A signal during validation takes effect after it.
-    """
-
-    priority = 'LOWEST'  # after the schedulers, EMAHook, and what else belongs to the iteration
-
-    def __init__(self) -> None:
-        self._got_signal = False
-        self._previous_handler = None
-        self._interrupted: Optional[dict] = None  # of the epoch that the run was stopped in
-
-    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Reads where in an epoch the run was stopped."""
-        if is_resumed(runner):
-            self._interrupted = checkpoint['meta'].get('preempted')
-
-    def before_train(self, runner) -> None:
-        """Takes SIGTERM, from here on, as a request to stop."""
-        if threading.current_thread() is not threading.main_thread():
-            runner.logger.warning('PreemptionHook does nothing: only the main thread of a process gets signals')
-            return
-        self._got_signal = False
-        self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
-        for loop in (runner.train_loop, runner.val_loop):
-            if loop is not None:
-                loop.dataloader.worker_init_fn = partial(_leave_process_group, loop.dataloader.worker_init_fn)
-
-    def before_train_epoch(self, runner) -> None:
-        """Leaves out the batches that an interrupted epoch has had; raises ``ValueError`` if epochs are longer now."""
-        if self._interrupted is None:
-            return
-        loader, interrupted, self._interrupted = runner.train_dataloader, self._interrupted, None
-        done, num_batches = interrupted['batches'], interrupted['num_batches']
-        if len(loader) != num_batches:
-            raise ValueError(
-                f'the run was stopped after {done} of the {num_batches} batches of epoch '
-                f'{runner.epoch + 1}, but an epoch now has {len(loader)}: resume with the batch size and the number of '
-                'processes that it had, or from the checkpoint of an epoch'
-            )
-        if hasattr(loader.sampler, 'seed'):  # a run without a configured seed drew another one
-            loader.sampler.seed = interrupted['sampler_seed']
-        runner.logger.info(f'Leaving out the {done} batches that epoch {runner.epoch + 1} has had')
-        runner.train_loop.dataloader = RemainingBatches(loader, done)
-
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Saves a checkpoint and ends the process, if any rank got the signal."""
-        got_signal = torch.tensor(float(self._got_signal))
-        all_reduce(got_signal, op='max')
-        # Accumulated gradients are in no checkpoint: the optimizer has to have made its step.
-        if not got_signal or not have_stepped(runner):
-            return
-        meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
-        if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations
-            loader = runner.train_dataloader
-            done, seed = getattr(loader, 'done', 0), getattr(loader.sampler, 'seed', None)
-            meta['preempted'] = dict(batches=done + batch_idx + 1, num_batches=done + len(loader), sampler_seed=seed)
-        path = os.path.join(runner.work_dir, 'preempted.pth')
-        atomic = dict(backend='atomic')
-        runner.save_checkpoint(runner.work_dir, 'preempted.pth', meta=meta, by_epoch=False, backend_args=atomic)
-        if is_main_process():
-            put(path.encode(), os.path.join(runner.work_dir, 'last_checkpoint'), backend_args=atomic)
-        runner.logger.info(f'SIGTERM: stopped after iteration {runner.iter + 1}, saved {path}; continue with --resume')
-        barrier()  # no rank ends before the file is there
-        self.after_train(runner)
-        sys.exit(128 + signal.SIGTERM)
-
-    def after_train_epoch(self, runner) -> None:
-        """Puts the whole data loader back for the epochs after an interrupted one."""
-        if isinstance(runner.train_dataloader, RemainingBatches):
-            runner.train_loop.dataloader = runner.train_dataloader.loader
-
-    def after_train(self, runner) -> None:
-        """Puts the former handler of SIGTERM back."""
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None
-
-    def _handle(self, signum: int, frame) -> None:
-        self._got_signal = True
-
-
-class RemainingBatches:
-    """A data loader without its first ``done`` batches, which the epoch has had."""
-
-    def __init__(self, loader: DataLoader, done: int):
-        self.loader = loader
-        self.done = done
-
-    def __iter__(self) -> Iterator:
-        return itertools.islice(self.loader, self.done, None)
-
-    def __len__(self) -> int:
-        return len(self.loader) - self.done
-
-    def __getattr__(self, name: str):
-        return getattr(self.loader, name)
-
-
-def _leave_process_group(worker_init_fn: Optional[Callable], worker_id: int) -> None:
-    """Keeps a signal to the whole group from ending the data loader's workers, which end with their parent anyway."""
-    os.setpgid(0, 0)
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)
 
 
 @HOOKS.register_module()

@@ -3,26 +3,21 @@
 import copy
 import gc
 import itertools
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, List, Mapping, Optional
 
 import numpy as np
-import torch
 from mmengine.dist import get_rank, master_only
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
-from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.state_dicts import without_prefix
 from ..change import Change
 from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
 
-LOOPS = {'epoch': EpochBasedTrainLoop, 'iter': IterBasedTrainLoop}  # what counts in these units
-UNITS = {'epoch': 'epochs', 'iter': 'iterations'}
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
 
 
@@ -66,21 +61,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_wrapper(runner: Runner) -> None:
-    """Raises ``TypeError`` for a model in a wrapper that :func:`wrap_again` cannot replace."""
-    if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
-        raise TypeError(
-            f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
-            'use MMDistributedDataParallel'
-        )
-
-
 def check_loop(runner: Runner, hook: Hook, unit: str = 'epoch') -> None:
     """Raises ``TypeError`` for a loop that counts something else than a hook."""
-    if not isinstance(runner.train_loop, LOOPS[unit]):
+    by_epoch = unit == 'epoch'
+    if not isinstance(runner.train_loop, EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop):
         raise TypeError(
-            f'{type(hook).__name__} counts {UNITS[unit]}, but the loop is a {type(runner.train_loop).__name__}: use '
-            f'train_cfg=dict(by_epoch={unit == "epoch"}, …)'
+            f'{type(hook).__name__} counts {"epochs" if by_epoch else "iterations"}, but the loop is a '
+            f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch={by_epoch}, …)'
         )
 
 
@@ -103,46 +90,10 @@ def wrap_again(runner: Runner, compile: bool = False) -> None:
             runner._maybe_compile('train_step')
 
 
-def optim_wrappers(runner: Runner) -> List[OptimWrapper]:
-    """Returns the optimizer wrappers of a run, of which an ``OptimWrapperDict`` has several."""
-    wrapper = runner.optim_wrapper
-    return list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-
-
-def optimizers(runner: Runner) -> List[torch.optim.Optimizer]:
-    """Returns the optimizers of a run."""
-    return [wrapper.optimizer for wrapper in optim_wrappers(runner)]
-
-
-def have_stepped(runner: Runner) -> bool:
-    """Returns True if no optimizer is in the middle of iterations whose gradients are accumulated."""
-    return all(getattr(wrapper, 'should_update', lambda: True)() for wrapper in optim_wrappers(runner))
-
-
 def make_groups_plain(runner: Runner) -> None:
     """Turns optimizers' groups into plain dicts: PyTorch 2.13 and 2.14 cannot compile steps with ``ConfigDict``."""
-    for optimizer in optimizers(runner):
-        optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
-
-
-def build_schedulers(runner: Runner, schedulers: Union[dict, List[dict]], left: int, by_epoch: bool) -> None:
-    """Gives the run new schedulers, counted from now; those without an end end after ``left`` epochs or iterations.
-
-    Raises:
-        ValueError: A scheduler that counts epochs, which would never make a step, in a loop that does not.
-    """
-    schedulers = copy.deepcopy(schedulers)
-    for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
-        if not scheduler.get('by_epoch', True):
-            scheduler.setdefault('end', left * len(runner.train_dataloader) if by_epoch else left)
-        elif by_epoch:
-            scheduler.setdefault('end', left)
-        else:
-            raise ValueError(
-                f'the scheduler {scheduler} counts epochs, but the loop counts iterations: give it by_epoch=False, and '
-                'begin and end in iterations'
-            )
-    runner.param_schedulers = runner.build_param_scheduler(schedulers)
+    groups = runner.optim_wrapper.optimizer.param_groups
+    groups[:] = [dict(group) for group in groups]
 
 
 def averaged_models(runner: Runner) -> List[BaseAveragedModel]:
@@ -186,15 +137,11 @@ def add_scalars(runner: Runner, scalars: Dict[str, float], step: int) -> None:
         backend.add_scalars(scalars, step)
 
 
-def forward(model: BaseModel, batch: Any, mode: str) -> Any:
-    """Returns the outputs of the model in a mode for a batch of a data loader, preprocessed as in tests."""
-    data = model.data_preprocessor(batch, False)
-    return model(**data, mode=mode) if isinstance(data, dict) else model(*data, mode=mode)
-
-
 def training_loss(model: BaseModel, batch: Any) -> Tensor:
-    """Returns the loss that a model is trained with, on a batch as it is for tests: no mixing of images."""
-    return model.parse_losses(forward(model, batch, 'loss'))[0]
+    """Returns the loss that a model is trained with, on a batch of a data loader as it is for tests: images unmixed."""
+    data = model.data_preprocessor(batch, False)
+    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
+    return model.parse_losses(losses)[0]
 
 
 def seed_epoch(runner: Runner) -> None:

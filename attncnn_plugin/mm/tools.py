@@ -6,12 +6,10 @@ import logging
 import os
 import re
 import runpy
-import shlex
 import sys
 import traceback
-import warnings
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Optional
 from urllib.error import URLError
 
 import mmpretrain
@@ -19,20 +17,11 @@ import mmpretrain.registry as registries  # and mmengine's, which it inherits fr
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.dist import is_main_process
-from mmengine.logging import MessageHub, print_log
+from mmengine.logging import print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 
 from ..installation import config_path
-
-# Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
-KNOWN_WARNINGS = {
-    "'pin_memory' argument is set as true": r'torch\.utils\.data\.',
-    'pkg_resources is deprecated': r'(mmengine\.utils\.|importlib)',
-    'Setting (MKL|OMP)_NUM_THREADS environment variable': r'mmengine\.utils\.',
-    '`broadcast_buffers` is deprecated': r'mmengine\.model\.wrappers\.',
-}
 
 
 def config_problem() -> Optional[str]:
@@ -51,9 +40,8 @@ def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
     A config of this package needs no path. Tools that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``.
-    ``train.py`` and ``test.py`` say what they do before mmengine does, and a training which checkpoint is the best. An
-    error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence. So
-    does the name of no tool.
+    An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
+    So does the name of no tool.
 
     Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
     to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
@@ -75,64 +63,14 @@ def run_mmpretrain_tool(name: str) -> None:
     sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]
     if name in ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py'):
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
-    for message, module in KNOWN_WARNINGS.items():
-        warnings.filterwarnings('ignore', message, module=module)
     try:
-        test = _say_what_begins(tools / name) if name in ('train.py', 'test.py') else []
         runpy.run_path(str(tools / name), run_name='__main__')
-        if name == 'train.py' and is_main_process():
-            _say_what_is_best(test)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         _leave_process_group()
-    except SystemExit:  # of PreemptionHook, whose ranks have met
-        _leave_process_group()
-        raise
     except Exception as error:  # the others may wait in the middle of something: nothing here waits for them
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))
-
-
-def _say_what_begins(tool: Path) -> List[str]:
-    """Prints what a tool is going to do, on the first rank; returns the words of test.py, but for the checkpoint."""
-    functions = runpy.run_path(str(tool))
-    args = functions['parse_args']()
-    config = functions['merge_args'](Config.fromfile(args.config), args)
-    test = tool.name == 'test.py'
-    loader = config.get('test_dataloader' if test else 'train_dataloader') or {}
-    what = f'{_type(config.model.get("backbone", config.model))} of {args.config}'
-    if {os.environ.get(rank, '0') for rank in ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')} == {'0'}:
-        what += f' with {args.checkpoint}' if test else ''
-        print(f'{"Testing" if test else "Training"} {what} on {_type(loader.get("dataset", {}))}')
-        print(f'{"The log goes" if test else "Logs and checkpoints go"} to {config.work_dir}', flush=True)
-    own = {key: value for key, value in args.cfg_options.items() if not key.startswith('default_hooks.follow_')}
-    options = [f'{key}={value}'.replace(' ', '') for key, value in own.items()]
-    return [args.config, *(['--cfg-options', *options] if own else [])]
-
-
-def _type(settings: Any) -> str:
-    """Returns the name of the type that settings build, without its registry."""
-    kind = settings.get('type', 'unknown')
-    return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
-
-
-def _say_what_is_best(words: List[str]) -> None:
-    """Prints the best checkpoints of the training that has ended, or else its last one, and how to test them."""
-    hub, tool = MessageHub.get_current_instance(), Path(sys.argv[0]).with_name('test.py')
-    metrics = {name[4:].replace('/', '_'): name[4:] for name in hub.log_scalars if name.startswith('val/')}
-    said = {}
-    for key, path in hub.runtime_info.items():
-        of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', os.path.basename(str(path)))
-        if key.startswith('best_ckpt') and of_name and Path(path).is_file():
-            score = f'{metrics.get(of_name[1], of_name[1])} {hub.get_info(key.replace("ckpt", "score")):.4g}'
-            said[path] = f'Best {of_name[2]}: {of_name[3]}, with {score}, saved as {path}'
-    last = hub.runtime_info.get('last_ckpt', '')
-    if not said and Path(last).is_file():
-        said[last] = f'Last checkpoint: {last}'
-    for path, sentence in said.items():
-        print(sentence)
-        if tool.is_file():
-            print('Test it:', shlex.join(['python', str(tool), *words[:1], path, *words[1:]]), flush=True)
 
 
 def _leave_process_group() -> None:
@@ -149,30 +87,8 @@ def _find_config(path: str) -> str:
 
 
 def read_config(path: str) -> Any:
-    """Reads a config, as ``Config.fromfile`` of mmengine does; one of this package needs no path.
-
-    Raises:
-        FileNotFoundError: It is not there, or one that it inherits from; the message has similar names in its folder.
-    """
-    try:
-        return Config.fromfile(_find_config(path))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(missing_file(error) or str(error)) from error
-
-
-def missing_file(error: BaseException) -> Optional[str]:
-    """Returns a sentence on a file that is not there, with similar names in its folder; None for other errors."""
-    if not isinstance(error, FileNotFoundError):
-        return None
-    of_mmengine = re.fullmatch(r'file "(.+)" does not exist', str(error))
-    name = of_mmengine[1] if of_mmengine else error.filename
-    if not isinstance(name, str):
-        return None
-    folder = Path(name).parent
-    if not folder.is_dir():
-        return f'{name} is not there: there is no folder {folder}'
-    similar = difflib.get_close_matches(Path(name).name, [path.name for path in folder.iterdir()])
-    return f'{name} is not there' + (f': did you mean {" or ".join(similar)}?' if similar else '')
+    """Reads a config, as ``Config.fromfile`` of mmengine does; one of this package needs no path."""
+    return Config.fromfile(_find_config(path))
 
 
 FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
@@ -199,7 +115,7 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         )
     if isinstance(error, URLError):  # mmpretrain has printed what it downloads to where
         return f'a data set is not there and cannot be downloaded ({reason}): name its folder: {folder_option}'
-    return missing_file(error) or reason
+    return reason
 
 
 def _unknown_type(name: str, kind: str) -> str:

@@ -6,7 +6,6 @@ Its blocks mix pixels by convolutions on the image at first, then by attention o
 convolutions. This module registers it with timm: ``timm.create_model('cmhsa3_patch16_224')``.
 """
 
-import contextlib
 import math
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
@@ -19,8 +18,7 @@ from ..attention.patches import GridBias, PatchAttention, image_to_patches, patc
 from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
-from ..weights import CLASSES, weights_file
-from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid, trained
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution']
 
@@ -153,7 +151,7 @@ class CMHSANetwork(TimmNetwork):
             self.blocks.append(CMHSABlock(dim, attn, mlp_dim, drop_path, **dd))
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         conv = self.blocks[0].attn.conv  # in the phase 'attn' too, whose attention takes its place below
-        self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
+        self.head_dims = choose_head_dims(conv, patch_size, head_dim, min_head_dim)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -194,8 +192,8 @@ class CMHSANetwork(TimmNetwork):
         """Puts attention where the convolutions are, and a linear map that begins as the identity into the stem."""
         like, before = self.blocks[0].norm1.weight, number_of_parameters(self)
         trainable = any(parameter.requires_grad for parameter in self.blocks[0].attn.parameters())
-        self.stem.proj = nn.Linear(len(like), len(like)).to(like).requires_grad_(trainable)
-        nn.init.eye_(self.stem.proj.weight)
+        self.stem.proj = nn.Linear(len(like), len(like), device=like.device, dtype=like.dtype).requires_grad_(trainable)
+        self.stem.proj.weight.data.zero_().fill_diagonal_(1)
         nn.init.zeros_(self.stem.proj.bias)
         # In each block all matrices succeed the kernel, and all else its bias; those of the stem do so in the first.
         new = {f'stem.proj.{key}': parameter for key, parameter in self.stem.proj.named_parameters()}
@@ -224,7 +222,7 @@ class CMHSANetwork(TimmNetwork):
     def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
         """Returns attention that is the convolution (L21, Theorem 1): W^Q = 0, so that only positions count."""
         attention = self._new_attention(conv.weight, null_key=self.null_key is not False)
-        attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
+        attend_like_convolution(attention, conv, self.patch_size, self.attn_bias_init)
         # On the CPU, so that a seed draws the same everywhere.
         weight = torch.empty(attention.key.weight.shape, device='cpu')
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
@@ -235,12 +233,7 @@ class CMHSANetwork(TimmNetwork):
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
         attention = self._new_attention(self.norm.weight.to('meta'), null_key=True)
-        structures = []
-        for i in range(len(self.blocks)):
-            structures.append(None)
-            with contextlib.suppress(StructureError):  # when the layer loads its entries, it raises this again
-                structures[i] = attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.')
-        return structures
+        return [attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.') for i in range(len(self.blocks))]
 
     def take_structure(self, structure: Any) -> Change:
         """Puts attention where the convolutions are; no network goes back."""
@@ -284,13 +277,7 @@ default_cfgs = generate_default_cfgs(
     {
         'cmhsa3_patch16_224.untrained': COMMON,
         'cmhsa5_patch16_224.untrained': COMMON,
-        'cmhsa3_small_patch4_32.cifar10': {
-            **COMMON,
-            **CIFAR,
-            'file': weights_file('cmhsa3_small_patch4_32'),
-            'label_names': CLASSES,
-            'pool_size': (8, 8),
-        },
+        **trained('cmhsa3_small_patch4_32', {**COMMON, **CIFAR, 'pool_size': (8, 8)}),
     }
 )
 

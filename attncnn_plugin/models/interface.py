@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer
 from ..attention.patches import image_to_patches
 from ..attention.state_dicts import Restructurable, without_prefix
-from ..weights import in_single_precision
+from ..weights import CLASSES, in_single_precision, weights_file
 
 register_notrace_module(AttentionLayer)  # forward passes that look at sizes, which a symbolic trace does not know
 
@@ -168,6 +168,11 @@ def token_grid(img_size: Union[int, Tuple[int, int]], side: int, name: str = 're
     if side < 1 or min(height, width) < side or height % side or width % side:
         raise ValueError(f'img_size={img_size} must be a multiple of {name}={side}, the side of a token in pixels')
     return height // side, width // side
+
+
+def trained(name: str, cfg: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns the default configuration of a network with weights in the package, by its name."""
+    return {f'{name}.cifar10': {**cfg, 'file': weights_file(name), 'label_names': CLASSES}}
 
 
 def build(network: Callable[..., TimmNetwork], variant: str, pretrained: bool, **kwargs: Any) -> Any:

@@ -12,8 +12,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..weights import CLASSES, weights_file
-from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid, trained
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork']
 
@@ -104,17 +103,15 @@ COMMON = {
     'paper_ids': 'arXiv:1911.03584',
     'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
 }
-LARGE = ['sa_quadratic_cifar', 'sa_quadratic16_cifar', 'sa_generalized_cifar']
-LARGE += ['sa_learned_cifar', 'sa_learned_content_cifar']
+TABLES = {**COMMON, 'fixed_input_size': True}  # there is an img_size
 default_cfgs = generate_default_cfgs(
     {
-        **{f'{name}.untrained': dict(COMMON, fixed_input_size='learned' in name) for name in LARGE},
-        **{
-            f'{name}.cifar10': dict(
-                COMMON, file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name
-            )
-            for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
-        },
+        **{f'sa_{name}_cifar.untrained': COMMON for name in ('quadratic', 'quadratic16', 'generalized')},
+        **{f'sa_{name}_cifar.untrained': TABLES for name in ('learned', 'learned_content')},
+        **trained('sa_quadratic_small', COMMON),
+        **trained('sa_generalized_small', COMMON),
+        **trained('sa_learned_small', TABLES),
+        **trained('sa_learned_content_small', TABLES),
     }
 )
 

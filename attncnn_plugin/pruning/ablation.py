@@ -98,7 +98,7 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss, layers: 
         changes: Dict[str, Dict[str, Tensor]] = {}
         for name, heads in importance.items():
             for kind in ('mean', 'zero'):
-                found = torch.zeros(2, len(heads), dtype=torch.float64)
+                found = torch.zeros(2, len(heads), dtype=torch.float64, device='cpu')
                 for head in range(len(heads)):
                     touch = partial(means[name].replace, head, kind == 'zero')
                     with watching(model, wanted=chosen_by([name]), touch=touch):

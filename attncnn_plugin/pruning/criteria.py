@@ -88,10 +88,10 @@ class ObservedAttention:
     """
 
     def __init__(self, num_heads: int) -> None:
-        self.entropy = torch.zeros(num_heads, dtype=torch.float64)
-        self.from_uniform = torch.zeros(num_heads, dtype=torch.float64)
-        self.distances = torch.zeros(num_heads, num_heads, dtype=torch.float64)
-        self.count = torch.zeros((), dtype=torch.float64)
+        self.entropy = torch.zeros(num_heads, dtype=torch.float64, device='cpu')
+        self.from_uniform = torch.zeros(num_heads, dtype=torch.float64, device='cpu')
+        self.distances = torch.zeros(num_heads, num_heads, dtype=torch.float64, device='cpu')
+        self.count = torch.zeros((), dtype=torch.float64, device='cpu')
 
     @torch.no_grad()
     def add(self, probs: Tensor) -> None:
@@ -356,7 +356,7 @@ def map_distances(maps: Tensor) -> Tensor:
         Tensor: ``(N_h, N_h)``, 0 to 1.
     """
     distances = maps.new_zeros(len(maps), len(maps))
-    first, second = torch.triu_indices(len(maps), len(maps), offset=1)
+    first, second = torch.triu_indices(len(maps), len(maps), offset=1, device=maps.device)
     distances[first, second] = F.pdist(maps.flatten(1), p=1) / (2 * maps.shape[1])
     return distances + distances.T
 

@@ -230,7 +230,7 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
             run()
     costs = {}
     for name, layer in layers.items():
-        weights = torch.ones(layer.num_heads, dtype=torch.float64)
+        weights = torch.ones(layer.num_heads, dtype=torch.float64, device='cpu')
         if isinstance(layer, PrunableHeads):  # some have heads of other widths
             for head in range(layer.num_heads):
                 entries = layer.head_entries([head]).items()
@@ -290,7 +290,7 @@ def least_important(
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
     elif keep is not None:
-        of_heads = {name: torch.ones(len(own)) for name, own in importance.items()}
+        of_heads = {name: torch.ones_like(own) for name, own in importance.items()}
         chosen = _until(ranked, keep, number, of_heads, f'keep={keep}', 'heads')
     elif costs is not None and multiply_adds is not None:
         goal = multiply_adds * costs[0]

@@ -71,8 +71,7 @@ class PruneHeads:
 
     Parameters really shrink. The optimizer keeps its groups, and the state of the entries that are left.
 
-    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer, and for
-    ``multiply_adds`` call :meth:`check` before that.
+    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer.
 
     Args:
         epoch (int | Sequence[int]): Epochs at whose beginning heads go, counted from 0. Defaults to none.
@@ -84,8 +83,8 @@ class PruneHeads:
             a model of Hugging Face computes from a dict. Without importance it need not be a loss.
         keep (int, optional): The number of heads of all layers that stay, the most important ones. Defaults to None.
         threshold (float, optional): The importance below which heads go. Defaults to None.
-        multiply_adds (float, optional): The share of the model's multiply-adds before any pruning that stays. Defaults
-            to None.
+        multiply_adds (float, optional): The share of the model's multiply-adds that stays, at each of the epochs of
+            those that are left by then. Defaults to None.
         by (Callable, optional): What is called importance: ``by(model, batches, loss)`` gives that of the heads of each
             layer by name, ``(N_h,)``, such as ``lambda *args: head_ablation(*args).zero_loss``. In distributed
             training it is the mean over the images of all ranks. Defaults to
@@ -100,10 +99,6 @@ class PruneHeads:
     Raises:
         ValueError: ``epoch`` has no epochs; neither criteria nor one of ``keep``, ``threshold`` and ``multiply_adds``
             says which heads go, or several of these do.
-
-    Attributes:
-        multiply_adds_before (float | None): Those of the model for an image before any pruning; None before they are
-            counted.
     """
 
     def __init__(
@@ -131,7 +126,6 @@ class PruneHeads:
             check_amount(**amount)
         self.batches, self.loss, self.by = batches, loss or loss_of_batch, by
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
-        self.multiply_adds_before: Optional[float] = None
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
@@ -142,11 +136,10 @@ class PruneHeads:
             found = prunable_heads(model, batch, self.loss)
         return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
 
-    def check(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> None:
+    def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are.
 
-        Where multiply-adds are a criterion, it counts them on the first of some training batches, by default of those
-        that were given before.
+        Where multiply-adds are a criterion, it counts them on the first batch.
 
         Raises:
             TypeError: The model is wrapped for distributed training; a criterion that is not for a layer, or a layer
@@ -155,9 +148,9 @@ class PruneHeads:
         """
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
-        batches = self._some(batches, 1)
+        batches = self._some(None, 1)
         layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
-        self.find(model, layers, *batches)
+        self._find(model, layers, *batches)
         for name, layer in layers.items():
             if layer.num_heads > 1:  # the last one stays
                 check_prunable(model, name, layer)
@@ -168,13 +161,13 @@ class PruneHeads:
             except TypeError as error:
                 raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
         if layers and 'keep' in self.amount:
-            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
+            built = {name: torch.zeros(layer.built_heads, device='cpu') for name, layer in layers.items()}
             least_important(built, keep=self.amount['keep'])
         if layers and 'multiply_adds' in self.amount:
             with evaluating(model), random_numbers_kept():
                 for batch in batches:
                     costs = self._costs(model, batch, layers)
-                    self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
+                    self._least_important({name: torch.zeros_like(own) for name, own in costs[1].items()}, costs)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
@@ -244,7 +237,7 @@ class PruneHeads:
         device = next(model.parameters()).device
         _add_ranks(device, [part for own in means.values() for part in (own.total, own.count)])
         _add_ranks(device, [part for own in observed.values() for part in vars(own).values()])
-        count = torch.tensor(float(sum(images)))
+        count = torch.tensor(float(sum(images)), device='cpu')
         importance = {name: own * count for name, own in importance.items()}
         _add_ranks(device, [*importance.values(), count])
         sizes = {name: means[name].size or size if name in means else size for name in layers}
@@ -297,7 +290,7 @@ class PruneHeads:
         values: List[Tensor] = []
         if self.bias_correction:
             for own, of_model in zip(models, layers):
-                self.find(own, {name: of_model[name] for name in judged.heads}, *judged.example)
+                self._find(own, {name: of_model[name] for name in judged.heads}, *judged.example)
                 outputs = [of_model[name].output for name in judged.heads]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
@@ -308,12 +301,13 @@ class PruneHeads:
                 replace_parameters(optimizer, change)
         return changes[0]
 
-    def find(self, model: nn.Module, layers: Mapping[str, Heads], *batch: Any) -> None:
+    def _find(self, model: nn.Module, layers: Mapping[str, Heads], *batch: Any) -> None:
         """Finds the entries of the heads of layers of other libraries."""
         found = [layer for layer in layers.values() if isinstance(layer, FoundHeads)]
+        if not found:
+            return
         with random_numbers_kept():
-            if found:
-                find_entries(model, found, partial(self.loss, model, *batch) if batch else example_run(model))
+            find_entries(model, found, partial(self.loss, model, *batch) if batch else example_run(model))
 
     def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
         """Has what stays in a layer do on average what the heads did that go."""
@@ -375,8 +369,6 @@ class PruneHeads:
         amount: Dict[str, Any] = dict(self.amount)
         if 'keep' in amount:  # other criteria can have removed more
             amount['keep'] = min(amount['keep'], sum(map(len, importance.values())))
-        if costs is not None and self.multiply_adds_before is not None:  # a share of those that there were at first
-            amount['multiply_adds'] = min(1.0, amount['multiply_adds'] * self.multiply_adds_before / costs[0])
         return least_important(importance, **amount, costs=costs)
 
     def _costs(self, model: nn.Module, batch: Any, layers: Mapping[str, Heads]) -> Costs:
@@ -384,7 +376,6 @@ class PruneHeads:
         images: List[int] = []
         with counting(model, images):
             total, costs = head_costs(model, lambda: self.loss(model, batch))
-        self.multiply_adds_before = self.multiply_adds_before or total / images[-1]
         return total / images[-1], {name: costs[name] / images[-1] for name in layers}
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any, Iterable, Optional, Union
 
-import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -63,13 +62,9 @@ class EpochCallback(TrainerCallback):
         try:
             check_optimizer(optimizer, trained)
         except ValueError as error:
-            if _has_rows_and_columns(optimizer, trained):
-                raise ValueError(
-                    f'{error} from the start; without the EpochCallback the checkpoint can be resumed as it is'
-                ) from error
             raise ValueError(
-                f'the Trainer has not loaded the weights of the checkpoint into the {name}: give it '
-                f'load_hugging_face(checkpoint) as the model to resume with ({error})'
+                f'the optimizer does not fit the {name} ({error}): to resume a model of transformers, give the Trainer '
+                'load_hugging_face(checkpoint); to resume with this optimizer, leave out the EpochCallback'
             ) from error
         self.epoch = None
 
@@ -86,14 +81,3 @@ class EpochCallback(TrainerCallback):
         if epoch == self.epoch:
             for part in self.parts:
                 part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], self.epoch, self.copies)
-
-
-def _has_rows_and_columns(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """Returns True if state is of other shapes because of its kind, as Adafactor's, and not of other weights."""
-    shapes = [
-        (value.shape, parameter.shape)
-        for parameter in parameters
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape
-    ]
-    return all(len(state) != len(own) or 1 in state for state, own in shapes)

@@ -26,7 +26,7 @@ def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
     """
     listed = tuple(epochs) if isinstance(epochs, (list, tuple, range)) else (epochs,)
     if any(not isinstance(epoch, Integral) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
-        raise ValueError(f'{what} must be epochs, counted from 0')
+        raise ValueError(f'{what} must be whole numbers, counted from 0')
     return listed
 
 

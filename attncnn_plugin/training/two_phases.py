@@ -22,10 +22,8 @@ class PhasedModule(Protocol):
 
     phase: str  # 'conv' or 'attn'
 
-    def to_attention(self, generator: Optional[torch.Generator] = None) -> Any:
-        """Turns the convolutions into attention, in place, and returns what was done, which prints.
-
-        :class:`TwoPhases` needs a :class:`~attncnn_plugin.change.Change`, to tell the optimizer.
+    def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
+        """Turns the convolutions into attention, in place, and returns what has changed.
 
         Args:
             generator (torch.Generator, optional): Of the CPU, for whatever is drawn: the same on every rank.
@@ -39,7 +37,7 @@ def parts_in_phases(model: nn.Module, phase: Optional[str] = None) -> List[Phase
     return [part for part in parts if phase in (None, part.phase)]
 
 
-def to_attention(model: nn.Module, seed: int = 0) -> List[Any]:
+def to_attention(model: nn.Module, seed: int = 0) -> List[Change]:
     """Turns all convolutions of a model that can turn into attention, in place.
 
     The second phase needs an optimizer of its own, and a new wrapper for distributed training: build both afterwards.
@@ -50,7 +48,7 @@ def to_attention(model: nn.Module, seed: int = 0) -> List[Any]:
         seed (int): Of what is drawn, such as the keys of attention by content. Defaults to 0.
 
     Returns:
-        list: What each part returned; empty where there was nothing to turn.
+        list[Change]: What each part returned; empty where there was nothing to turn.
     """
     changes = [part.to_attention(torch.Generator().manual_seed(seed)) for part in parts_in_phases(model, 'conv')]
     model.zero_grad(set_to_none=True)
@@ -104,7 +102,8 @@ class TwoPhases:
         check_not_distributed(model, nn.DataParallel)
         phase = self._phase(model)
         if phase is None:
-            what = 'module with phases, such as a CMHSA' if self.globs is None else f'convolution layers={self.globs}'
+            phased = 'module with phases, such as a CMHSA, or a ConvToAttention of mmpretrain,'
+            what = phased if self.globs is None else f'convolution layers={self.globs}'
             raise ValueError(
                 f'TwoPhases finds no {what} in a {type(model).__name__}: give the model one, or name convolutions of a '
                 "CNN, such as layers='layer4.*.conv2'"
@@ -130,7 +129,7 @@ class TwoPhases:
             list[Change]: What was done; empty at other epochs, and where a checkpoint of this epoch is resumed.
 
         Raises:
-            TypeError: The model is wrapped, or a module of its own says nothing about its parameters.
+            TypeError: The model is wrapped.
             ValueError: The model is attention before the epoch, or convolutional after it; a copy has other layers; or
                 the optimizer has parameters in places of its own. Model, optimizer and copies are as they were.
         """
@@ -179,11 +178,6 @@ class TwoPhases:
             changes = [convs_to_attention(model, self.globs, generator=generator, **self.settings)]
         replaced: Dict[nn.Parameter, Successor] = {}
         for name, change in zip(places, changes):
-            if not isinstance(change, Change):
-                raise TypeError(
-                    f'to_attention() of {name or type(model).__name__} returned a {type(change).__name__}: TwoPhases '
-                    'needs a Change to tell the optimizer about its parameters'
-                )
             replaced.update(within(name, change.replaced))
         for own in optimizers:
             hand_over(own, model, replaced, anew=True)

@@ -85,7 +85,7 @@ def wave_frequencies(size: Tuple[int, int], shifts: Tensor, room: int) -> List[T
     numbers = [max(2, math.ceil(2 * reach / SHORTEST)) if n > 1 else 0 for reach, n in zip(reaches, size)]
     while 1 + 2 * sum(numbers) > max(room, FEWEST):
         numbers[numbers.index(max(numbers))] -= 1
-    return [math.pi * torch.arange(1, f + 1, dtype=torch.float64) / reach for reach, f in zip(reaches, numbers)]
+    return [math.pi * torch.arange(1, f + 1, device='cpu').double() / reach for reach, f in zip(reaches, numbers)]
 
 
 def _functions(size: Tuple[int, int], omega: List[Tensor]) -> Tensor:
@@ -129,7 +129,7 @@ def nearest_waves(alpha: float, shift: float, length: int, omega: Tensor) -> Ten
         >>> (-2 * (k - 3 - 1) ** 2).softmax(0)[3:6]
         tensor([0.1065, 0.7866, 0.1065], dtype=torch.float64)
     """
-    keys = torch.arange(length, dtype=torch.float64)
+    keys = torch.arange(length, dtype=torch.float64, device=omega.device)
     distances = keys - keys[:, None] - shift  # k − q − Δ, (q, k)
     waves = torch.cos(distances[..., None] * omega)  # (q, k, F)
     wanted = (-alpha * distances.square()).softmax(1)
@@ -139,7 +139,7 @@ def nearest_waves(alpha: float, shift: float, length: int, omega: Tensor) -> Ten
         return -(wanted * (waves @ a).log_softmax(1)).sum(1).mean() + RIDGE * a.square().sum()
 
     a = torch.zeros_like(omega)
-    ridge = 2 * RIDGE * torch.eye(len(omega), dtype=torch.float64)
+    ridge = 2 * RIDGE * torch.eye(len(omega), dtype=torch.float64, device=omega.device)
     for _ in range(100 if len(omega) else 0):
         probs = (waves @ a).softmax(1)
         mean = (probs[..., None] * waves).sum(1)

@@ -111,7 +111,7 @@ class Attention:
         if adapter is None:
             raise TypeError(f'the attention is a {unknown_class(module)}')
         self.module, self.name, self.block, self.adapter = module, name, block, adapter
-        self.shifts = torch.empty(0, 2)
+        self.shifts = torch.empty(0, 2, device='cpu')
 
     @property
     def num_heads(self) -> int:

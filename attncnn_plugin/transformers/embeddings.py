@@ -28,7 +28,7 @@ def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
     """
     quarter = channels // 4
     # 10000^(−i/n), i = 0 … n − 1
-    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
+    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64, device='cpu') / quarter)
     angles = patch_positions(size)[:, :, None] * frequencies
     waves = torch.cat([angles.sin(), angles.cos()], -1).flatten(1)
     return nn.functional.pad(waves, (0, channels - waves.shape[1]))
@@ -117,7 +117,7 @@ def position_embedding(network: Transformer, patches: int) -> Tensor:
 
 def patch_positions(size: Tuple[int, int]) -> Tensor:
     """Returns row and column of each patch of a grid, ``(patches, 2)``, float64."""
-    return torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) for n in size))
+    return torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64, device='cpu') for n in size))
 
 
 class PositionChannels:
@@ -143,7 +143,7 @@ class PositionChannels:
             raise ValueError(
                 f'tokens of {width} channels are too narrow: {number} are for the position, and as many for the content'
             )
-        drawn = torch.randn(width, number, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(width, number, generator=generator, dtype=torch.float64, device='cpu')
         directions = torch.linalg.qr(torch.cat([torch.ones_like(drawn[:, :1]), drawn], 1))[0][:, 1:]
         self.directions = directions.to(attentions[0].weight('q').device)  # (D, number)
         self.norm = AMPLITUDE * math.sqrt(width)

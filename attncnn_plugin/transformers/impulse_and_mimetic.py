@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Attention
-from .embeddings import position_embedding, set_sine_cosine_embedding
+from .embeddings import patch_positions, position_embedding, set_sine_cosine_embedding
 from .vision_transformer import Transformer
 
 EMBEDDING_DEVIATION = 18 * 0.02  # 18 times timm's own
@@ -30,7 +30,7 @@ def start_impulse(network: Transformer, attentions: List[Attention], generator: 
     _set_mimetic_values(attentions, generator)
     size = network.grid
     rows = position_embedding(network, size[0] * size[1])
-    rows.copy_(EMBEDDING_DEVIATION * torch.randn(rows.shape, generator=generator))
+    rows.copy_(EMBEDDING_DEVIATION * torch.randn(rows.shape, generator=generator, device='cpu'))
     embedding = rows[-size[0] * size[1] :].double().cpu()
     embedding = nn.functional.layer_norm(embedding, embedding.shape[-1:])
     values, vectors = torch.linalg.eigh(embedding.T @ embedding)
@@ -38,8 +38,7 @@ def start_impulse(network: Transformer, attentions: List[Attention], generator: 
         rank = min(attention.head_dim, *embedding.shape)
         inverse = vectors[:, -rank:] / values[-rank:] @ vectors[:, -rank:].T @ embedding.T  # (D, patches)
         impulses = torch.stack([_impulses(shift, size) for shift in attention.shifts.tolist()])
-        noise = torch.empty_like(impulses)
-        nn.init.trunc_normal_(noise, std=NOISE_DEVIATION, generator=generator)
+        noise = nn.init.trunc_normal_(torch.empty_like(impulses), std=NOISE_DEVIATION, generator=generator)
         target = IMPULSE * impulses + NOISE * noise * (impulses == 0)
         queries_and_keys = factors(inverse @ target @ inverse.T, attention.head_dim)
         attention.set_maps('qk', *(FACTOR_NORM * x / x.norm(dim=(1, 2), keepdim=True) for x in queries_and_keys))
@@ -51,14 +50,14 @@ def start_mimetic(network: Transformer, attentions: List[Attention], embeds: boo
     if embeds:
         set_sine_cosine_embedding(network.module, overwrite=True)
     for attention in attentions:
-        products = QUERY_KEY * (_noise(attention.num_heads, attention.width, generator) + torch.eye(attention.width))
+        products = QUERY_KEY * _noise(attention.num_heads, attention.width, generator, 1)
         attention.set_maps('qk', *factors(products, attention.head_dim))  # each head has a Z₁ of its own
 
 
 def _impulses(shift: List[float], size: Tuple[int, int]) -> Tensor:
     """Returns H[q, k] = 1 at k = q + Δ, where that is in the grid, ``(patches, patches)``."""
-    rows, columns = ((axis[None] - axis[:, None] == d).double() for d, axis in zip(shift, map(torch.arange, size)))
-    return torch.kron(rows, columns)
+    places = patch_positions(size)
+    return (places - places[:, None] == torch.tensor(shift, device='cpu')).all(-1).double()
 
 
 def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator) -> None:
@@ -69,16 +68,17 @@ def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator)
             raise ValueError(
                 f"the heads of {attention.name} must have {width} channels together, as a token: use method='gaussian'"
             )
-        ((values,), (outputs,)) = factors(VALUE_OUTPUT * (_noise(1, width, generator) - torch.eye(width)), width)
+        ((values,), (outputs,)) = factors(VALUE_OUTPUT * _noise(1, width, generator, -1), width)
         attention.set_maps('v', values.reshape(weight.shape))
         attention.output.weight.data.copy_(outputs.T)
         if attention.output.bias is not None:
             attention.output.bias.data.zero_()
 
 
-def _noise(number: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws Z, ``(number, D, D)``, float64."""
-    return torch.randn(number, width, width, generator=generator, dtype=torch.float64) / width**0.5
+def _noise(number: int, width: int, generator: torch.Generator, sign: int) -> Tensor:
+    """Draws Z, and adds I or −I by its sign, ``(number, D, D)``, float64."""
+    noise = torch.randn(number, width, width, generator=generator, dtype=torch.float64, device='cpu') / width**0.5
+    return noise + sign * torch.eye(width, device='cpu')
 
 
 def factors(products: Tensor, rank: int) -> Tuple[Tensor, Tensor]:

@@ -213,14 +213,14 @@ def _set_shifts(
     """Gives each head a position of the kernel, in the order of ``init_as_convolution`` or at random."""
     sizes = per_axis('kernel_size', kernel_size, 2)
     # As those of a convolution with padding 'same'.
-    kernel = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) - (n - 1) // 2 for n in sizes))
+    kernel = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64, device='cpu') - (n - 1) // 2 for n in sizes))
     heads = [attention.num_heads for attention in attentions]
     if order == 'ordered':
         # As released for 3×3: the centre, up, right, left, down, and the corners row by row. Larger kernels go on so.
         positions = sorted(kernel.tolist(), key=lambda d: (d[0] ** 2 + d[1] ** 2, d[0], d[1] if d[0] else -d[1]))
-        shifts = torch.cat([torch.tensor(positions)[torch.arange(n) % len(kernel)] for n in heads])
+        shifts = torch.tensor([positions[i % len(kernel)] for n in heads for i in range(n)], device='cpu')
     else:
-        shifts = kernel[torch.randint(len(kernel), (sum(heads),), generator=generator)]
+        shifts = kernel[torch.randint(len(kernel), (sum(heads),), generator=generator, device='cpu')]
     of_bias: Dict[int, Tensor] = {}
     for attention, own in zip(attentions, shifts.split(heads)):
         bias = bias_of(network, attention)  # layers that share it have the same shifts
@@ -235,8 +235,8 @@ def random_images(network: Transformer, seed: int = 0) -> Tensor:
     height, width = network.img_size
     weight = network.patch_convolutions[0].weight
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(4, weight.shape[1], height, width, generator=generator, dtype=torch.float64)
-    rows, columns = torch.fft.fftfreq(height), torch.fft.fftfreq(width)
+    noise = torch.randn(4, weight.shape[1], height, width, generator=generator, dtype=torch.float64, device='cpu')
+    rows, columns = (torch.fft.fftfreq(n, device='cpu') for n in (height, width))
     frequency = (rows[:, None] ** 2 + columns**2).sqrt().clamp(min=1 / max(height, width))
     images = torch.fft.ifft2(torch.fft.fft2(noise) / frequency).real
     return ((images - images.mean()) / images.std()).to(weight)

@@ -14,7 +14,7 @@ from ..analysis import MeanAttention, head_centers
 from ..analysis.layer_maps import layer_labels
 from ..analysis.shift_statistics import keys_of_query
 from .contours import gaussian_contour, outline, region_of_mass
-from .style import check_maps, color_of, draw_heads, styled
+from .style import check_maps, color_of, draw_heads, settings
 
 LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean something
 CONTOURS = {0.5: 'solid', 0.9: (0, (1, 1.2))}  # the share of a head's attention inside of a line, and its style
@@ -22,7 +22,7 @@ CONTOURS = {0.5: 'solid', 0.9: (0, (1, 1.2))}  # the share of a head's attention
 HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 
 
-@styled
+@settings()
 def plot_attention_centers(
     maps: Mapping[str, MeanAttention],
     query: Optional[Sequence[int]] = None,
@@ -69,7 +69,7 @@ def plot_attention_centers(
     return figure
 
 
-@styled
+@settings()
 def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
     """Draws the way of the heads' centres over a training, one panel a layer (C20, Figure 3).
 

@@ -6,12 +6,12 @@ from typing import Any, Dict, List, Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import color_of, draw_grid, styled
+from .style import color_of, draw_grid, settings
 
 PANELS = ('mean distance, % of the image side', 'attention within 3×3, %')
 
 
-@styled
+@settings()
 def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Draws how far, and how locally, the heads of each layer look, one column a model.
 

@@ -11,13 +11,13 @@ from typing import Dict, Optional, Union
 from matplotlib.figure import Figure
 
 from ..analysis.training_logs import ATTENTION, read_scalars
-from .style import COLORS, color_of, draw_grid, mark_transition, styled
+from .style import COLORS, color_of, draw_grid, mark_transition, settings
 
 NAMES = {'accuracy/top1': 'accuracy, %', 'accuracy/top5': 'top-5 accuracy, %', 'cross_entropy/mean': 'validation loss'}
 LINE_STYLES = ('solid', (0, (4, 2)), (0, (1, 1)))
 
 
-@styled
+@settings()
 def plot_metric(
     runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1', offsets: Optional[Dict[str, float]] = None
 ) -> Figure:
@@ -65,7 +65,7 @@ def plot_metric(
         look = dict(color=color_of(i), linestyle=LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)], linewidth=1.3)
         begins = offsets.get(label, 0)
         axes.plot(values[:, 0] + begins, values[:, 1], label=f'{label}, {last} at the end', **look)
-        mark_transition(axes, [begins + step for step, _ in scalars.get('transition/relative_change', ())])
+        mark_transition(axes, [begins + step for step, _ in scalars.get('transition/parameters', ())])
     axes.set_xlabel(' or '.join(sorted(units)))
     axes.set_ylabel(NAMES.get(metric, f'{metric}, %' if percent else metric))
     axes.locator_params(axis='x', integer=True)

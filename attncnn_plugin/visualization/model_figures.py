@@ -19,13 +19,13 @@ from ..analysis.shift_statistics import keys_of_query
 from ..attention.window import shown
 from ..heads.places import Places, cells
 from ..pruning import HeadAblation
-from .style import MAP_COLORS, attention_bar, draw_attention, styled
+from .style import MAP_COLORS, attention_bar, draw_attention, settings
 
 CHANGES = 'RdBu_r'  # of the loss: white for none, red where it rises
 MOST_COLUMNS = 12  # of heads
 
 
-@styled
+@settings()
 def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[str]] = None) -> Figure:
     """Draws where the class token of each image looks: each head, their mean, and the rollout through all layers.
 
@@ -81,7 +81,7 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
     return figure
 
 
-@styled
+@settings()
 def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     """Draws all heads of all layers as small maps: what the patch in the middle attends to, mean over images.
 
@@ -124,7 +124,7 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     return figure
 
 
-@styled
+@settings()
 def plot_head_ablation(ablation: HeadAblation) -> Figure:
     """Draws what each head is worth, layers by heads: the change of loss at its mean and at zero, and its importance.
 

@@ -10,10 +10,10 @@ from matplotlib.patches import Rectangle
 
 from ..analysis import MeanAttention
 from ..analysis.layer_maps import layer_labels
-from .style import attention_bar, check_maps, draw_attention, styled
+from .style import attention_bar, check_maps, draw_attention, settings
 
 
-@styled
+@settings()
 def plot_attention_probs(
     maps: Mapping[str, MeanAttention],
     query: Optional[Sequence[int]] = None,

@@ -2,9 +2,8 @@
 
 import math
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Mapping, Sequence, Tuple, Union
+from typing import Dict, Iterator, Mapping, Sequence, Tuple, Union
 
 import matplotlib
 import numpy as np
@@ -55,17 +54,6 @@ def settings() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
         yield
-
-
-def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Returns a function whose figure has the common look, whatever the settings outside are."""
-
-    @wraps(draw)
-    def draw_styled(*args, **kwargs) -> Figure:
-        with settings():
-            return draw(*args, **kwargs)
-
-    return draw_styled
 
 
 def check_maps(maps: Mapping[str, MeanAttention]) -> None:

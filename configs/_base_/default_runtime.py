@@ -3,9 +3,7 @@ _base_ = 'mmpretrain::_base_/default_runtime.py'
 custom_imports = dict(imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading'], allow_failed_imports=False)
 
 default_hooks = dict(
-    checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=3, save_best='auto'),
-    invalid_loss=dict(type='InvalidLossHook'),
-    preemption=dict(type='PreemptionHook'))
+    checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=3, save_best='auto'))
 
 # As it is inherited, but without the _scope_ that mmengine adds, which mmpretrain's browse_dataset.py hands on.
 vis_backends = [dict(type='LocalVisBackend')]

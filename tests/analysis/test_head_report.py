@@ -25,7 +25,8 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.analysis.report import layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
-from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
+from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention, WindowImageAttention
+from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts
 from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
@@ -154,13 +155,13 @@ def test_convolutions_are_called_convolutions(conv, summary):
 def test_soft_heads_of_a_convolution():
     """A head a kernel position is not needed: with fewer the layer still is a convolution."""
     conv = nn.Conv2d(3, 4, 3, padding='same', dilation=2)
-    report = report_of(conv_to_mhsa(conv, num_heads=4)[0], (8, 8))
+    report = report_of(WindowImageAttention(3, 4, 4, Window.of(conv)), (8, 8))
     assert report.summary == 'one convolution, 3x3, error 0, dilated by 2, by 0 hard, 4 soft and 0 uniform heads'
 
 
 def test_hard_heads_whose_rest_counts():
     """Heads on one shift whose matrices cancel leave what they give to others: no 1x1 convolution."""
-    attention, _ = conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=2)
+    attention = WindowImageAttention(3, 4, 2, Window.of(nn.Conv2d(3, 4, 3, padding=1)))
     probs = torch.full((2, 9), 0.01).index_fill_(1, torch.tensor(4), 0.92)
     probs[1, :2] += torch.tensor([0.005, -0.005])
     with torch.no_grad():
@@ -190,7 +191,8 @@ def test_grids_without_an_interior(size):
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])
 def test_padding_is_no_part_of_a_head(padding_mode):
     """What a soft head reads from the padding does not count: its shares are the probabilities of its window."""
-    attention, _ = conv_to_mhsa(nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode), num_heads=3)
+    conv = nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode)
+    attention = WindowImageAttention(3, 4, 3, Window.of(conv))
     for head, probs in zip(report_of(attention, (7, 8)).heads, attention.encoding()):
         assert np.allclose([line[1:6] for line in head.shares[1:6]], probs.detach(), atol=1e-6)
         assert head.mass_5x5 == pytest.approx(1) and head.mass_3x3 == pytest.approx(probs[1:4, 1:4].sum().item())

@@ -7,12 +7,12 @@ import pytest
 import timm
 import torch
 from helpers.convolutions import joined
-from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
+from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_mixed, small_timm
 from torch import nn
 
 from attncnn_plugin import attention_maps
-from attncnn_plugin.analysis import MeanAttention, head_centers, layer_maps, mean_attention
-from attncnn_plugin.analysis.layer_maps import attention_layers
+from attncnn_plugin.analysis import MeanAttention, head_centers, head_report, layer_maps, mean_attention
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 
@@ -243,6 +243,44 @@ def test_a_convolution_in_the_head_of_a_network():
     model, layers = timm.create_model('mobilenetv3_small_050'), ['blocks.5.0.conv', 'conv_head']
     convs_to_attention(model, layers)
     assert list(mean_attention(model, torch.randn(1, 3, 64, 64))) == layers
+
+
+# ---- Models that have attention of other libraries too
+
+
+def test_mixed_models():
+    """All attention is shown, as it is of each part by itself."""
+    model, images = small_mixed(), torch.randn(5, 3, 16, 16)
+    names = ['stem', 'patches', 'vit.blocks.0.attn', 'vit.blocks.1.attn']
+    maps, recorded = mean_attention(model, images), attention_maps(model, images)
+    assert list(maps) == list(recorded) == names
+    assert [own.grid for own in maps.values()] == [(16, 16), (4, 4), (4, 4), (4, 4)]
+    for name, own in maps.items():
+        assert torch.allclose(own.probs, recorded[name].mean(0), atol=1e-6) and own.num_images == 5
+    assert torch.equal(maps['stem'].probs, mean_attention(model.stem, images)[''].probs)
+    reports = head_report(model, images).layers
+    assert [(own.name, own.attention) for own in reports] == [
+        *[(name, part) for name in names[:2] for part in ('position', 'images')],
+        *[(name, 'images') for name in names[2:]],
+    ]
+    assert list(mean_attention(model, images, layers='vit.*')) == names[2:]
+    with pytest.warns(UserWarning, match=r'is left out, .*: vit.blocks.0.attn \(1, 4, 16, 16\)'):
+        assert list(mean_attention(model, images, part='position')) == names[:2]
+    with pytest.raises(ValueError, match='layers chooses none of the attention that was seen: stem, patches, vit'):
+        mean_attention(model, images, layers='blocks.*')
+
+
+def test_left_out_with_a_warning():
+    """Negative weights of mixed heads are no shares, and attention to pooled keys is not between patches."""
+    settings = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3)
+    cait = timm.create_model('cait_xxs24_224', **settings).eval()
+    nn.init.constant_(cait.blocks[0].attn.proj_w.bias, -1)
+    with pytest.raises(ValueError, match='no attention of a Cait .* without negative weights: .* blocks.0.attn'):
+        head_report(cait, torch.randn(2, 3, 32, 32))
+    nn.init.eye_(cait.blocks[0].attn.proj_w.weight)
+    nn.init.zeros_(cait.blocks[0].attn.proj_w.bias)
+    with pytest.warns(UserWarning, match='of a Cait is left out, .*: blocks_token_only.0.attn'):
+        assert list(mean_attention(cait, torch.randn(2, 3, 32, 32))) == ['blocks.0.attn']
 
 
 # ---- Centres and widths of heads

@@ -1,23 +1,26 @@
 """Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
 
+import itertools
 import sys
 from functools import partial
 
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torchvision
-from helpers.small import small_model
 from helpers.vits import OF_HUGGING_FACE, OF_TORCHVISION, SIZE, output_of, small_vit
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
 from attncnn_plugin.analysis import mean_attention
-from attncnn_plugin.analysis.layer_maps import attention_layers
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.adapters import Attention
+from attncnn_plugin.heads.seen import watching
+from attncnn_plugin.pruning import prune_heads
 
 IMAGES = 2, 3, SIZE, SIZE
 FUSED = ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_small_patch16_dinov3']
@@ -138,21 +141,12 @@ def test_windows_are_on_the_grid(name):
 @pytest.mark.parametrize('name', ['torchvision.SwinTransformer', 'torchvision.SwinTransformerV2'])
 @pytest.mark.parametrize('size', [SIZE, 24, 20])
 def test_windows_of_torchvision(name, size):
-    """P V is the output of torchvision's own function, padding and masks included: there the values are the bias."""
+    """With P of these windows the output is that of torchvision's own function, padding and masks included."""
     model, x = small_vit(name).double(), torch.randn(2, 3, size, size, dtype=torch.float64)
-    maps, ran = attention_maps(model, x), {}
-    for layer in maps:
-        model.get_submodule(layer).register_forward_hook(lambda *own, layer=layer: ran.update({layer: own}))
-    model(x)
-    assert len(maps) == 4
-    for layer, probs in maps.items():
-        module, (tokens,), output = ran[layer]
-        bias, values = (
-            own.chunk(3, -1)[2].unflatten(-1, (3, -1)) for own in (module.qkv.bias, module.qkv(tokens).flatten(1, 2))
-        )
-        heads = probs @ values.transpose(1, 2) + (1 - probs.sum(-1, keepdim=True)) * bias[:, None]
-        expected = module.proj(heads.transpose(1, 2).flatten(2))
-        torch.testing.assert_close(output.flatten(1, 2), expected, rtol=1e-12, atol=1e-12)
+    expected = model(x)
+    product = lambda attention, output: attention.product(attention.probs)  # noqa: E731
+    with watching(model, lambda *own: None, touch=product):
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa3_small_patch4_32'])
@@ -276,6 +270,63 @@ def test_half_precision(dtype):
     torch.testing.assert_close(own, expected, rtol=0.1, atol=1e-3)
 
 
+def peak(run):
+    """Returns the largest number of bytes that a call has allocated at once."""
+    with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+        run()
+    events = profile.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == '[memory]']
+    assert changes
+    return max(itertools.accumulate(change for _, change in sorted(changes)))
+
+
+@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('fused', [False, True])
+def test_peak_memory(fused, masked):
+    """With ``reduce`` no more than the map of one layer is added to what the model needs."""
+    name = 'beit_base_patch16_224' if masked else 'vit_tiny_patch16_224'
+    model = timm.create_model(name, img_size=256, patch_size=8, embed_dim=16, num_heads=2, depth=4).eval()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    x = torch.randn(1, 3, 256, 256)
+    reduced = {}
+    first = lambda probs: probs[:, :, 0]  # noqa: E731
+    before = peak(lambda: model(x))
+    after = peak(lambda: reduced.update(attention_maps(model, x, reduce=first)))
+    of_a_map = 2 * 1025**2 * 4
+    assert after - before < 1.05 * of_a_map
+    assert all(own.untyped_storage().nbytes() == own.nbytes == 2 * 1025 * 4 for own in reduced.values())
+    assert peak(lambda: attention_maps(model, x)) - before > 3 * of_a_map  # what it counts is there
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh('cpu', (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_learned_content_cifar'])
+def test_fully_sharded(mesh, name):
+    """The maps of a model in FSDP2, in training too; what needs whole parameters at rest says so."""
+    settings = dict(img_size=32, patch_size=8) if name.startswith('vit') else {}
+    model = timm.create_model(name, embed_dim=12, num_heads=3, depth=2, num_classes=5, **settings).eval()
+    images = torch.randn(2, 3, 32, 32)
+    expected = attention_maps(model, images)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    maps = attention_maps(model, images)
+    assert list(maps) == list(expected) and all(torch.equal(own, expected[key]) for key, own in maps.items())
+    with AttentionRecorder(model.train()) as recorder:
+        model(images).sum().backward()
+    assert [list(own) for own in recorder.passes] == [list(expected)]
+    if settings:
+        assert torch.allclose(mean_attention(model, images)['blocks.1.attn'].probs.sum(-1), torch.ones(()))
+    else:
+        with pytest.raises(ValueError, match='blocks.0.attn has parameters that are DTensors'):
+            mean_attention(model, images)
+
+
 def test_compiled_and_wrapped():
     """Of torch.compile and of a wrapper for distributed training: the names are those of the model inside."""
     model, x = small_vit('vit_tiny_patch16_224'), images(torch.float32)
@@ -365,24 +416,19 @@ def test_rollout_of_other_libraries(name, target):
 
 
 def gradient_by_map(model, x, name, target):
-    """∂y/∂A by autograd through the layer, computed again by ``A V`` from values of its own weights."""
-    heads, found = Attention(model.get_submodule(name)), {}
+    """∂y/∂A by autograd, of attention as PyTorch documents it, with a map that is a variable."""
+    found, number = [], list(attention_maps(model, x)).index(name)
 
-    def replaced(module, args, kwargs, output):
-        def of_heads(which):
-            whole = args[0] @ heads.weight(which).flatten(0, 1).T + heads.bias(which).flatten()
-            return whole.unflatten(2, (3, 8)).transpose(1, 2)
+    def unfused(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **options):
+        probs = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
+        found.append(probs.detach().requires_grad_() if len(found) == number else probs)
+        return found[-1] @ value
 
-        probs = (of_heads('q') @ of_heads('k').mT / 8**0.5).softmax(-1)
-        found['probs'] = probs.detach().requires_grad_()
-        mixed = (found['probs'] @ of_heads('v')).transpose(1, 2).flatten(2)
-        return mixed @ heads.output.weight.T + heads.output.bias, None
-
-    handle = heads.module.register_forward_hook(replaced, with_kwargs=True)
-    output_of(model, x)[:, target].sum().backward()
-    handle.remove()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nn.functional, 'scaled_dot_product_attention', unfused)
+        output_of(model, x)[:, target].sum().backward()
     model.zero_grad()
-    return found['probs'].grad
+    return found[number].grad
 
 
 @pytest.mark.parametrize(
@@ -410,24 +456,18 @@ def test_rollout_without_a_class_token():
     assert rollout(model, x, target=3).shape == (2, 4, 4)
 
 
-@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa_attn'])
+@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar'])
 @pytest.mark.parametrize('target', [None, 1])
 def test_rollout_of_layers_without_heads(name, target):
     """They mix no tokens, so that the rollout is that of the other layers."""
-    model, x = small_model(name).double().eval(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    first, last = prunable_heads(model)
-    prune_heads(model, {first: range(prunable_heads(model)[first].num_heads)}, allow_empty=True)
-    heat, probs = rollout(model, x, target), attention_maps(model, x)[last]
+    model = timm.create_model(name, embed_dim=12, depth=2, num_heads=3).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
+    heat, probs = rollout(model, x, target), attention_maps(model, x)['blocks.1.attn']
     if target is None:
-        joint = (probs.mean(1) + torch.eye(64)) / 2
-        torch.testing.assert_close(heat, joint.mean(1).unflatten(1, (8, 8)), rtol=1e-12, atol=1e-14)
+        expected = (probs.mean(1).mean(1) + 1 / 16) / 2
+        torch.testing.assert_close(heat, expected.unflatten(1, (4, 4)), rtol=1e-12, atol=1e-14)
     assert (heat > 0).any()
-    prune_heads(model, {last: range(prunable_heads(model)[last].num_heads)}, allow_empty=True)
-    if target is None:  # each token is its own
-        torch.testing.assert_close(rollout(model, x), torch.full((2, 8, 8), 1 / 64).double(), rtol=1e-12, atol=0)
-        return
-    with pytest.raises(ValueError, match='no attention of a .* was seen'):
-        rollout(model, x, target)
 
 
 @pytest.mark.parametrize(

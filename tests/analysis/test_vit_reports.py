@@ -127,3 +127,26 @@ def test_entropies_in_windows(name, settings):
         largest = (seen[report.name].probs[0] > 1e-20).sum(-1).double().log().mean()
         assert [head.entropy for head in report.heads] == pytest.approx(entropy.tolist(), abs=1e-5)
         assert [head.relative_entropy for head in report.heads] == pytest.approx((entropy / largest).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize('side', [8, 10])  # which 4x4 windows pad
+@pytest.mark.parametrize('shift', [0, 2])
+def test_entropies_of_hard_heads_in_windows(side, shift):
+    """Each key in the window counts, though a hard head leaves 0 of it; one behind the mask of a shift does not."""
+    model = small_vit('swin_tiny_patch4_window7_224', img_size=4 * side)
+    layer = model.layers[0].blocks[shift // 2].attn
+    with torch.no_grad():
+        layer.qkv.weight[:24], layer.qkv.bias[:24] = 0, 0
+        rows, columns = torch.meshgrid(torch.arange(-3.0, 4), torch.arange(-3.0, 4), indexing='ij')
+        distance = rows.abs() + torch.minimum(columns.abs(), (columns - 1).abs())  # to the query, or the next
+        layer.relative_position_bias_table.copy_(-200 * distance.reshape(49, 1))
+    name = f'layers.0.blocks.{shift // 2}.attn'
+    maps = mean_attention(model, torch.randn(2, 3, 4 * side, 4 * side), layers=name)[name]
+    whole = -(-side // 4) * 4
+    part = [(own - shift) % whole // 4 * 2 + (own < shift) for own in range(side)]  # window, and side of its seam
+    one = torch.tensor(part) == torch.tensor(part)[:, None]
+    seen = torch.einsum('ik,jl->ijkl', one.int(), one.int()).flatten(2).flatten(0, 1) > 0
+    entropy = torch.special.entr(maps.probs.double()).sum(-1).mean(-1)
+    expected = entropy / seen.sum(-1).double().log().mean()
+    assert ((maps.probs > 1e-40) <= seen).all() and (maps.probs.double().amax(0)[seen] == 0).any()
+    assert maps.relative_entropy.tolist() == pytest.approx(expected.tolist(), abs=1e-6) and (entropy > 0.05).all()

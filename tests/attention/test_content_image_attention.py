@@ -135,19 +135,6 @@ def test_the_report_of_soft_heads(content, alpha, window_size):
     assert report.deviation == pytest.approx(1 - (by_position * own).min().item()) and 0 < report.relative_error < 1
 
 
-@pytest.mark.parametrize('content', ['additive', 'gated'])
-@pytest.mark.parametrize('groups', [1, 2])
-def test_fewer_heads_than_positions(content, groups):
-    """The error is that of the nearest layer by positions alone."""
-    conv = nn.Conv2d(4, 6, 3, padding=1, dilation=2, groups=groups).double()
-    x = torch.randn(2, 4, 12, 11).double()
-    attention, report = conv_to_mhsa(conv, num_heads=6, content=content)
-    alone, same = conv_to_mhsa(conv, num_heads=6)
-    assert attention.encoding.weight.shape == (6, 1, 5, 5)
-    assert report.relative_error == pytest.approx(same.relative_error)
-    assert relative_error(attention(x), alone(x)) < 1e-9
-
-
 def test_values_without_a_weight():
     """As a quantized linear layer is."""
     attention, x = conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1), content='additive')[0], torch.randn(2, 4, 9, 8)
@@ -170,7 +157,7 @@ def test_another_neighbourhood_is_refused(own, other):
     [
         dict(content='additive'),
         dict(content='gated', window_size=5),
-        dict(content='additive', position='table', num_heads=5),
+        dict(content='additive', position='table'),
     ],
 )
 class TestUses:

@@ -13,7 +13,7 @@ from attncnn_plugin.pruning import prune_heads
 
 
 @pytest.mark.parametrize('value', [torch.nan, torch.inf])
-@pytest.mark.parametrize('position, finite', [(None, 0), ('table', 144)])
+@pytest.mark.parametrize('position, finite', [('gaussian', 0), ('table', 144)])
 def test_one_pixel_that_is_not_finite(position, finite, value):
     """A table has the 144 finite outputs of the convolution."""
     conv, x = nn.Conv2d(1, 2, 3, padding=1), torch.randn(1, 1, 9, 9)

@@ -14,11 +14,11 @@ from attncnn_plugin.convert import conv_to_mhsa
 
 IMAGE_HEADS = {
     'quadratic': {},
-    'table': dict(num_heads=2),
+    'table': dict(position='table'),
     'additive': dict(content='additive'),
     'gated': dict(content='gated'),
     'additive, near': dict(content='additive', window_size=5),
-    'gated, table': dict(content='gated', position='table', num_heads=2),
+    'gated, table': dict(content='gated', position='table'),
 }
 ATTENTION = {name: make for name, make in LAYERS.items() if isinstance(make(), AttentionLayer)}
 

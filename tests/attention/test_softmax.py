@@ -55,8 +55,6 @@ def assert_same_bits(name, case, dtype, run, patch):
     """The same bits but for gradients of next to nothing: those of heads that attend to one pixel alone."""
     alpha, centers, size = case
     layer = random_layer(name, alpha, centers).to(dtype)
-    if name == 'converted_patches':  # of 2×2 pixels
-        size = [2 * n for n in size]
     x = torch.randn((2, 4, *size) if takes_images(name) else (2, *size, 4), dtype=dtype, requires_grad=True)
     flushed = run(layer, x)
     with patch.context() as inside:

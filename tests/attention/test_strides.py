@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.convolutions import CHANNELS_LAST, content_settings, convolutions, is_regular
 from helpers.layers import LAYERS, takes_images
+from helpers.small import KINDS, small_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_cuda_without_gpu import MODELS
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
@@ -182,10 +182,10 @@ def test_layer_between_batch_norms(name, size, training):
 
 
 @pytest.mark.parametrize('size', [(8, 6), (2, 2)])
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', KINDS)
 def test_features_of_one_image(name, size):
     """Those of a block behind a batch norm of the image, in front of another one."""
-    model = MODELS[name]().double()
+    model = small_model(name, depth=1).double()
     x = torch.randn(1, 3, *size, dtype=torch.float64)
 
     def features(x):

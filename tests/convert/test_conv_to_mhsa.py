@@ -1,6 +1,7 @@
 """Convolutions as attention over pixels, against torch's own convolutions."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import re
@@ -68,7 +69,7 @@ def test_large_grids_and_kernels(dtype):
 def test_images_without_a_batch_and_batches_without_images():
     conv = nn.Conv2d(3, 4, 3)
     x = torch.randn(3, 6, 7)
-    for attention in (conv_to_mhsa(conv)[0], conv_to_mhsa(conv, num_heads=9)[0], conv_to_mhsa(conv, num_heads=5)[0]):
+    for attention in (conv_to_mhsa(conv)[0], conv_to_mhsa(conv, position='table')[0]):
         assert attention(x).shape == conv(x).shape and attention(x[None][:0]).shape == (0, 4, 4, 5)
     assert torch.allclose(conv_to_mhsa(conv)[0](x), conv(x), atol=1e-5)
 
@@ -122,9 +123,34 @@ def test_bound_of_outputs_is_that_of_the_kernel_as_it_was(groups, scale):
     conv.weight.data *= scale
     expected = torch.linalg.svdvals(block_diagonal(conv.weight.detach().flatten(2), groups))[:, 0].sum().item()
     report = conv_to_mhsa(conv, alpha=3)[1]
-    nn.init.zeros_(conv.weight)
     assert report.output_bound == pytest.approx(2 * report.deviation * expected, rel=1e-12)
+    unscaled = copy.deepcopy(conv)
+    unscaled.weight.data /= scale
+    assert report.relative_error == pytest.approx(conv_to_mhsa(unscaled, alpha=3)[1].relative_error, rel=1e-12)
+    nn.init.zeros_(conv.weight)
     assert conv_to_mhsa(conv)[1].output_bound == 0 == conv_to_mhsa(conv, alpha=3)[1].output_bound
+
+
+def test_exact_conversion_has_a_report():
+    report = conv_to_mhsa(nn.Conv2d(3, 4, 3))[1]
+    assert dataclasses.astuple(report) == (9, 0.0, pytest.approx(800), 0.0, None, None)
+    assert report.output_bound == 0 and str(report) == 'error 0'
+
+
+def test_kernel_of_zeros():
+    conv, x = nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5)
+    nn.init.zeros_(conv.weight)
+    attention, report = conv_to_mhsa(conv)
+    assert report.relative_error == 0
+    torch.testing.assert_close(attention(x), conv(x))
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_weights_that_are_not_finite(value):
+    conv = nn.Conv2d(1, 1, 3)
+    conv.weight.data[0, 0, 1, 1] = value
+    with pytest.raises(ValueError, match='not finite'):
+        conv_to_mhsa(conv)
 
 
 def test_table_of_the_documentation():
@@ -210,10 +236,9 @@ def test_convolutions_of_timm(kind, stride, groups, bias, content):
         (dict(alpha=0), 'alpha=0 must be'),
         (dict(alpha=math.nan), 'alpha=nan must be'),
         (dict(alpha=1e9), 'alpha=1000000000.0 must be'),
-        (dict(alpha=6, num_heads=8), 'alpha=6 is the width .* num_heads=8 heads see several'),
+        (dict(num_heads=5), 'num_heads=5 must be 9, the positions of the kernel: heads can be removed afterwards'),
         (dict(content='both'), r"content='both' is unknown: choose one of \(None, 'additive', 'gated'\)"),
         (dict(position='learned'), r"position='learned' is unknown: choose one of \('gaussian', 'table'\)"),
-        (dict(num_heads=5, position='gaussian'), "position='gaussian' has a head for each of 9 kernel positions"),
         (dict(window_size=3), "window_size=3 is for attention by content: add content='additive'"),
         (dict(qk_dim=3), 'qk_dim=3 is for attention by content'),
         (dict(content='gated', qk_dim=0), 'qk_dim=0 must be a number of channels, at least 1'),

@@ -81,6 +81,8 @@ def test_given_maps():
     report = expressible_shifts_of_maps(layer.attention_probs((5, 6)).detach(), 3, [5, 6])
     assert report.residual == pytest.approx(expected.residual, rel=0, abs=1e-5)
     assert expressible_shifts_of_maps(layer.exact_attention_probs((5, 6)), 3, [5, 6]) == expected
+    padding = torch.cat([layer.exact_attention_probs((5, 6)), torch.zeros(1, 30, 30)])  # all that a head sees
+    assert expressible_shifts_of_maps(padding, 3, [5, 6]).residual == pytest.approx(expected.residual, abs=1e-12)
     nothing = expressible_shifts_of_maps(torch.zeros(0, 30, 30), 3, (5, 6))
     assert len(nothing.missing) == 9 and nothing.residual == [1.0] * 9 and nothing.rank == 0
 
@@ -188,19 +190,13 @@ def test_fewer_heads_cannot_be_the_convolution(kernel_size, patch, channels, tok
     assert singular[needed - 1 :].norm() > 1e-3  # one fewer are not
 
 
-@pytest.mark.parametrize('kernel_size, patch, channels', [((3, 3), (1, 1), 2), ((7, 7), (2, 2), 1)])
+@pytest.mark.parametrize('kernel_size, patch, channels', [((3, 3), (1, 1), n) for n in (1, 2)] + [((7, 7), (2, 2), 1)])
 def test_few_channels_need_fewer_heads(kernel_size, patch, channels):
     """Not more than the matrices between two patches have numbers of their own, (2P − 1)²·C_in·C_out, and one."""
     most = (2 * patch[0] - 1) ** 2 * channels**2
     assert most < min_heads(kernel_size, patch) - 1
     singular = torch.linalg.svdvals(token_matrices(kernel_size, patch, channels, (4, 4)))
     assert singular[most:].norm() <= 1e-12 * singular.norm()
-
-
-def test_one_channel_of_pixels_is_two_heads():
-    conv, x = nn.Conv2d(1, 1, 3).double(), torch.randn(1, 1, 8, 9).double()
-    attention, report = conv_to_mhsa(conv, num_heads=2)
-    assert report.relative_error < 1e-12 and (attention(x) - conv(x)).abs().max() < 1e-12
 
 
 def test_maps_in_parts(monkeypatch):

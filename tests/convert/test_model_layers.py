@@ -173,8 +173,8 @@ BACK = {
 
 def test_settings_of_a_layer_are_refused():
     model = small_cnn()
-    with pytest.raises(ValueError, match=r'stage\.0\.conv2 cannot be converted: num_heads=2'):
-        convs_to_attention(model, '*', num_heads=2)
+    with pytest.raises(ValueError, match=r'stage\.0\.conv1 cannot be converted: window_size=1 must'):
+        convs_to_attention(model, 'stage.*', content='additive', window_size=1)
     with pytest.raises(ValueError, match='tolerance=-1 must be at least 0'):
         attention_to_convs(model, tolerance=-1)
     assert not converted(model)

@@ -59,9 +59,9 @@ def test_the_rest_stays_the_same_objects_in_the_same_modes():
 def test_arguments_are_those_of_the_layer():
     model = small_cnn()
     convs_to_attention(model, 'stem', alpha=6.0)
-    convs_to_attention(model, 'down', num_heads=4)
+    convs_to_attention(model, 'down', position='table')
     assert torch.allclose(model.stem.encoding.sqrt_precision.square() / 2, torch.tensor(6.0).double())
-    assert model.down.num_heads == 4
+    assert model.down.settings['position'] == 'table'
     with pytest.raises(ValueError, match='stem'):
         convs_to_attention(model, 'stem')  # no convolution any more
     convs_to_attention(model, '*')

@@ -19,7 +19,7 @@ from helpers.explorer_pages import (
     quadratic_model,
     unpack,
 )
-from helpers.small import small_timm
+from helpers.small import small_mixed, small_timm
 from helpers.vits import small_vit
 
 from attncnn_plugin import attention_maps
@@ -36,6 +36,7 @@ PAGES = dict(
     hybrid=(lambda: hybrid_model(content='gated', alpha=0.5, window_size=5), HYBRID_SIZE),
     # A class token, registers, 4x6 patches.
     vit=(lambda: small_vit(DINO, img_size=(32, 48), global_pool='token'), dict(size=32, width=48)),
+    mixed=(small_mixed, {}),
     swin=(lambda: small_vit(SWIN, img_size=40), dict(size=40)),  # 10x10 patches in windows of 4x4: padded, shifted
 )
 

@@ -21,9 +21,10 @@ from helpers.explorer_pages import (
     relative_errors,
     unpack,
 )
-from helpers.small import SMALL, small_timm
+from helpers.small import SMALL, small_mixed, small_timm
 from PIL import Image
 
+from attncnn_plugin import attention_maps
 from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.pruning import prune_heads
 
@@ -112,6 +113,18 @@ def test_each_layer_has_its_grid(name):
     queries = [(len(layer['rows']), len(layer['columns'])) for layer in content['layers']]
     assert queries == [(6, 10), (6, 10), (7, 6), (5, 4)]
     assert [layer['label'] for layer in content['layers']] == ['0', '2', '4', '6']
+
+
+def test_mixed_models():
+    """Attention of this package, and of another library's layers after it."""
+    model, images = small_mixed(), images_of(2)
+    content, maps = unpack(page_of(model, images)), attention_maps(model, images)
+    assert [layer['name'] for layer in content['layers']] == list(maps)
+    assert [list(layer['parts'])[-1] for layer in content['layers']] == ['both', 'both', 'attention', 'attention']
+    for layer, expected in zip(content['layers'], maps.values()):
+        for image in range(2):
+            found = probs_in(layer, list(layer['parts'])[-1], image)
+            assert relative_errors(found, expected[image]).max() < 1 / 255
 
 
 def test_pages_that_are_too_large():

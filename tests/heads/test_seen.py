@@ -114,11 +114,19 @@ def test_scaled_dot_products(dtype, sizes, windows, mask, scale, groups, seed):
 Q, K, V = (torch.randn(2, 3, own, 4, dtype=torch.float64) for own in (5, 6, 6))
 FOLD = partial(torch.flatten, start_dim=0, end_dim=1)
 KV = K.float(), V.float()
+KEPT = torch.tensor([3, 1]).view(1, 1, 2, 1).expand(2, 3, 2, 6)
 MIX = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
 
 
 def scores(q=Q, k=K):
     return q @ k.mT
+
+
+def by_hand(scores):
+    """Softmax as many write it."""
+    exp = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
+    exp /= exp.sum(dim=-1, keepdim=True)
+    return exp
 
 
 @pytest.mark.parametrize(
@@ -141,6 +149,10 @@ def scores(q=Q, k=K):
         lambda q, k, v: joined(torch.cat(scores(q, k).softmax(-1).chunk(2, 1), 1) @ v),
         lambda q, k, v: joined(nn.Softmax(dim=-1)(scores(q, k)) @ v),
         lambda q, k, v: joined(scores(q, k).softmax(-1).contiguous().view(2, 3, 5, 6).expand(2, 3, 5, 6) @ v),
+        lambda q, k, v: joined(torch.linalg.matmul(scores(q, k).softmax(-1), v)),
+        lambda q, k, v: joined(by_hand(scores(q, k)) @ v),
+        lambda q, k, v: joined(torch.div(scores(q, k).exp(), scores(q, k).exp().sum(-1, keepdim=True)) @ v),
+        lambda q, k, v: joined(F.log_softmax(scores(q, k), -1).exp() @ v),
     ],
 )
 def test_spellings(function):
@@ -168,8 +180,10 @@ def test_mixed_heads(mixed):
         (lambda q, k, v: scores(q, k)[0, 0].softmax(-1) @ v[0, 0], lambda p: p[:1, :1]),
         (lambda q, k, v: (scores(q[:, :, :1], k).softmax(-1) @ v).flatten(1), lambda p: p[:, :, :1]),
         (lambda q, k, v: scores(q[:1].repeat(2, 1, 1, 1), k).softmax(-1) @ v, None),
+        (lambda q, k, v: joined(scores(q, k).softmax(-1)[:, :, [3, 1]] @ v), lambda p: p[:, :, [3, 1]]),
+        (lambda q, k, v: joined(scores(q, k).softmax(-1).gather(2, KEPT) @ v), lambda p: p[:, :, [3, 1]]),
     ],
-    ids=['folded and never joined', 'one head, unbatched', 'pooling', 'of its own queries'],
+    ids=['folded and never joined', 'one head, unbatched', 'pooling', 'of its own queries', 'chosen', 'gathered'],
 )
 def test_other_shapes(function, expected):
     ((_, probs),) = seen(function, Q, K, V)
@@ -190,6 +204,8 @@ def test_other_shapes(function, expected):
         lambda x: x[0].softmax(-1) @ nn.Parameter(torch.randn(6, 4)),
         lambda x: x.sigmoid() @ x.mT,
         lambda x: F.linear(x.softmax(-1), torch.randn(6, 6)) @ x.mT,  # a gate, and then what no softmax weighs
+        lambda x: (x.exp() / x.exp().norm()) @ x.mT,  # exponentials that add up to nothing
+        lambda x: x.exp() @ x.mT / x.exp().sum(-1, keepdim=True),
     ],
 )
 def test_no_attention(function):
@@ -535,6 +551,26 @@ def test_a_teacher_is_not_shown():
     maps = seen(Distilled(), x)
     assert [name for name, _ in maps] == ['student.blocks.0.attn', 'student.blocks.1.attn']
     assert all(torch.equal(one, other) for (_, one), other in zip(maps, expected))
+
+
+def test_a_layer_that_comes_while_the_model_runs():
+    """Such as BigBird's, which chooses its kind of attention by the length of the first text."""
+
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.Identity()
+
+        def forward(self, x):
+            if isinstance(self.attention, nn.Identity):
+                self.attention = Call(lambda x: (x @ x.mT).softmax(-1) @ x)
+            return self.attention(x)
+
+    names = []
+    model = Chooses()
+    with watching(model, lambda name, probs, places: names.append(name)):
+        model(torch.randn(2, 5, 4))
+    assert names == ['attention']
 
 
 @pytest.mark.skipif(torch.__version__ < '2.7', reason='torch 2.6 takes no entries of tensors by index in vmap')

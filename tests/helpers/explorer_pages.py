@@ -8,7 +8,7 @@ import re
 import numpy as np
 import torch
 
-from attncnn_plugin.analysis.layer_maps import attention_layers
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.explorer import explorer_page
 

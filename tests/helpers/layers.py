@@ -7,7 +7,7 @@ from torch import nn
 
 from attncnn_plugin import attention as layers
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa
+from attncnn_plugin.convert import conv_to_mhsa
 
 with torch.random.fork_rng():  # drawn alike whatever was imported before
     torch.manual_seed(0)
@@ -34,10 +34,11 @@ LAYERS = {
     'soft_image': lambda: layers.WindowImageAttention(4, 6, 5, WINDOW),
     'content_image': lambda: conv_to_mhsa(CONV, content='additive')[0],
     'content_image_near': lambda: conv_to_mhsa(CONV, content='gated', window_size=3)[0],
-    'content_image_groups': lambda: conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1, groups=2), 5, content='gated')[0],
+    'content_image_groups': lambda: conv_to_mhsa(
+        nn.Conv2d(4, 6, 3, padding=1, groups=2), content='gated', position='table'
+    )[0],
     'converted_hard': lambda: conv_to_mhsa(CONV)[0],
-    'converted_soft': lambda: conv_to_mhsa(CONV, 5)[0],
-    'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
+    'converted_soft': lambda: conv_to_mhsa(CONV, position='table', alpha=2)[0],
 }
 
 

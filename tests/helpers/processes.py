@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 # The module for custom_imports: one fault at an iteration, on one rank, and the weights of every rank at the end.
 HOOKS = textwrap.dedent("""
-    import json, os, signal, time
+    import os, signal
     import torch
     from mmengine.config import config
     from mmengine.dist import get_rank
@@ -44,18 +44,10 @@ HOOKS = textwrap.dedent("""
     @HOOKS.register_module(force=True)
     class TestHook(Hook):
         def before_train_iter(self, runner, batch_idx, data_batch=None):
-            images = [sample.get('sample_idx') for sample in data_batch['data_samples']]
-            with open(os.path.join(runner.work_dir, 'seen'), 'a') as file:
-                print(json.dumps([runner.epoch, images]), file=file)
             if (runner.iter, get_rank()) != (int(iteration), int(rank)):
                 return
-            if fault in ('SIGKILL', 'SIGTERM'):
-                os.kill(os.getpid(), getattr(signal, fault))
-            elif fault == 'group':
-                os.killpg(0, signal.SIGTERM)
-            elif fault == 'launcher':
-                os.kill(os.getppid(), signal.SIGTERM)
-                time.sleep(2)
+            if fault == 'SIGKILL':
+                os.kill(os.getpid(), signal.SIGKILL)
             elif fault == 'nan':
                 with torch.no_grad():
                     next(runner.model.parameters()).fill_(float('nan'))

@@ -4,7 +4,9 @@ from contextlib import suppress
 
 import timm
 import torch
+from torch import nn
 
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prunable_heads
 
 TIMM_KINDS = ['sa_quadratic_cifar', 'sa_generalized_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar']
@@ -32,6 +34,28 @@ def small_cmhsa(phase, name='cmhsa3_patch16_224', **kwargs):
 def small_model(kind, **kwargs):
     """One of ``KINDS``, for images of 16x16 pixels and ten classes, which become 8x8 tokens."""
     return small_cmhsa(**CMHSA_KINDS[kind], **kwargs) if kind in CMHSA_KINDS else small_timm(kind, **kwargs)
+
+
+def small_mixed():
+    """A convolution as attention, a vision transformer, and attention of this package over its patches."""
+    return Mixed().eval()
+
+
+class Mixed(nn.Module):
+    """Attention of this package and of another library, for images of 16x16 pixels, which become 4x4 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = conv_to_mhsa(nn.Conv2d(3, 3, 3, padding=1), content='additive', alpha=1)[0]
+        self.patches = small_timm('sa_learned_content_cifar').blocks[0].attn
+        self.vit = timm.create_model(
+            'vit_tiny_patch16_224', img_size=16, patch_size=4, embed_dim=16, num_heads=4, depth=2
+        )
+
+    def forward(self, x):
+        x = self.vit.patch_embed(self.stem(x))
+        x = x + self.patches(x.unflatten(1, (4, 4))).flatten(1, 2)
+        return self.vit.blocks(x).mean(1)
 
 
 def trained_like(model):

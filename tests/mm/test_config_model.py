@@ -115,7 +115,8 @@ def test_another_size_is_said_and_fitted(folder, capsys):
     loaded = load(folder, **{'model.backbone.img_size': (16, 24)})
     image = loaded.read(folder / 'wide.png')
     assert image.shape == (3, 16, 24) and image.min() > 0  # the middle of it
-    assert 'wide.png: 32x64 pixels after the test pipeline are scaled and cropped to 16x24' in capsys.readouterr().err
+    said = 'wide.png: (32, 64) pixels after the test pipeline are scaled and cropped to (16, 24)'
+    assert said in capsys.readouterr().err
     assert load(folder).read(folder / 'data/class0/0.png').shape == (3, 16, 16) and not capsys.readouterr().err
 
 
@@ -148,7 +149,7 @@ def test_images_that_cannot_be_read(folder):
     np.save(folder / 'array.npy', photo(0))
     with pytest.raises(ValueError, match='array.npy cannot be read as an image .*: give a file such as PNG or JPEG'):
         loaded.read(folder / 'array.npy')
-    with pytest.raises(ValueError, match='2 different sizes after the test pipeline, such as 16x16 and 18x16'):
+    with pytest.raises(ValueError, match='2 different sizes after the test pipeline, such as .16, 16. and .18, 16.'):
         loaded.inputs([torch.zeros(3, 16, 16), torch.zeros(3, 18, 16)])
     (folder / 'empty').mkdir()
     (folder / 'empty/notes.txt').write_text('')

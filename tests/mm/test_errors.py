@@ -14,7 +14,7 @@ import attncnn_plugin
 from attncnn_plugin import installation as frameworks
 from attncnn_plugin import mm
 from attncnn_plugin.mm import tools
-from attncnn_plugin.mm.tools import missing_file, one_line, read_config
+from attncnn_plugin.mm.tools import one_line
 
 OPTIONS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
 
@@ -59,11 +59,9 @@ def test_data_set_that_cannot_be_downloaded(name, tool, no_network, repository, 
 def test_config_that_is_not_there(name, arguments, tool, tmp_path, monkeypatch):
     first = ['visualization/vis_scheduler.py'] if name == 'mmpretrain_tool.py' else []
     monkeypatch.chdir(tmp_path)
-    (tmp_path / 'configs').mkdir()
-    (tmp_path / 'configs/sa_quadratic_digits.py').write_text('')
     with pytest.raises(SystemExit) as end:
         tool(name, *first, 'configs/sa_quadratik_digits.py', *arguments)
-    assert end.value.code == 'configs/sa_quadratik_digits.py is not there: did you mean sa_quadratic_digits.py?'
+    assert end.value.code.endswith("No such file or directory: 'configs/sa_quadratik_digits.py'")
 
 
 def test_other_errors_of_data_sets(no_network, tmp_path):
@@ -76,29 +74,6 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
 def test_a_config_that_is_not_there():
     with pytest.raises(FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which .*sa_q"):
         attncnn_plugin.config_path('sa_nonsense.py')
-
-
-def test_similar_configs(tmp_path):
-    """In the folder of the config, or of the one that it inherits from."""
-    folder = tmp_path / 'configs'
-    folder.mkdir()
-    (folder / 'my_resnet.py').write_text("_base_ = './nothing_here.py'\n")
-    cases = {
-        folder / 'my_resnett.py': 'my_resnett.py is not there: did you mean my_resnet.py?',
-        folder / 'my_resnet': 'my_resnet is not there: did you mean my_resnet.py?',
-        folder / 'vit.py': 'vit.py is not there',
-        folder / 'my_resnet.py': 'nothing_here.py is not there',
-        tmp_path / 'config/vit.py': f'vit.py is not there: there is no folder {tmp_path}/config',
-    }
-    for path, message in cases.items():
-        with pytest.raises(FileNotFoundError) as error:
-            read_config(str(path))
-        assert str(error.value).startswith(str(tmp_path)) and str(error.value).endswith(message)
-
-
-def test_other_errors():
-    assert missing_file(FileNotFoundError('a.pth can not be found.')) is None
-    assert missing_file(PermissionError(13, 'Permission denied', 'a.py')) is None
 
 
 @pytest.mark.parametrize(
@@ -156,13 +131,14 @@ def test_pooled_twice_or_never(out_type, parts, said):
             HOOKS,
             'PhaseTransitionHook',
             dict(epoch=-1),
-            'epoch=-1 and iter=None of PhaseTransitionHook: give one of them, the number',
+            'epoch=-1 of PhaseTransitionHook must be whole numbers, counted from 0',
         ),
-        (HOOKS, 'PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 and iter=None of PhaseTransitionHook: give'),
-        (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "epoch=None and iter='3' of PhaseTransitionHook: give one"),
+        (HOOKS, 'PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 of PhaseTransitionHook must be'),
+        (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "iter='3' of PhaseTransitionHook must be whole numbers"),
+        (HOOKS, 'PhaseTransitionHook', dict(epoch=[1, 2]), r'epoch=\[1, 2\] of PhaseTransitionHook must be whole'),
         (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
         (HOOKS, 'PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
-        (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
+        (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epoch=\[-1\] of PruneHeads must be whole numbers, counted'),
         (HOOKS, 'HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
         (HOOKS, 'AttentionVisualizationHook', dict(interval=0), 'interval=0 of AttentionVisualizationHook must be'),
         (HOOKS, 'AttentionVisualizationHook', dict(interval=1.5), 'interval=1.5 of AttentionVisualizationHook must'),

@@ -1,14 +1,11 @@
-"""What a long run meets: killed, preempted, out of numbers; damaged files and mistaken configs."""
+"""What a long run meets: killed, out of numbers; damaged files and mistaken configs."""
 
-import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,12 +43,6 @@ def whole(folder):
     """A run to which nothing happens."""
     train(folder / 'batch8.py', folder / 'whole')
     return folder / 'whole'
-
-
-def seen(work_dir, epoch):
-    """How often an epoch had each image."""
-    lines = map(json.loads, (work_dir / 'seen').read_text().splitlines())
-    return Counter(image for e, images in lines for image in images if e == epoch)
 
 
 # Killed.
@@ -113,52 +104,19 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
         os.utime(newest, (1, 1))
         assert find_whole_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_1.pth')
     os.truncate(tmp_path / 'epoch_1.pth', 0)
-    with pytest.raises(FileNotFoundError, match=f'{newest} is damaged or missing, and {tmp_path} holds no other '):
+    with pytest.raises(FileNotFoundError, match=f'{newest} is missing, damaged or .*, and {tmp_path} holds no other '):
         find_whole_checkpoint(str(tmp_path))
-
-
-# Preempted.
-
-
-@pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_preempted_without_a_seed(folder):
-    """A signal to the whole group, data loading workers included; every image once an epoch all the same."""
-    config, work_dir = folder / 'batch8.py', folder / 'group'
-    workers = ['train_dataloader.num_workers=1', 'val_dataloader.num_workers=1']
-    options = ['--cfg-options', 'train_cfg.max_epochs=2', 'randomness.seed=None', *workers]
-    log = train(config, work_dir, *options, expected=143, FAULT=f'group,{ITERATIONS},0')
-    assert 'DataLoader worker' not in log
-    train(config, work_dir, '--resume', *options)
-    assert all(seen(work_dir, epoch) == Counter(range(24)) for epoch in range(2))
-
-
-@pytest.mark.slow
-def test_preempted_on_two_ranks(folder, whole):
-    """The signal reaches one rank alone, then torchrun."""
-    config, work_dir = folder / 'batch4.py', folder / 'ranks'
-    log = train_two(config, work_dir, expected=1, FAULT=f'SIGTERM,{ITERATIONS},1')
-    assert f'SIGTERM: stopped after iteration {ITERATIONS + 1}, saved' in log
-    log = train_two(config, work_dir, '--resume', expected=1, FAULT=f'launcher,{ITERATIONS + 2},1')
-    assert 'SIGTERM: stopped after iteration' in log
-    train_two(config, work_dir, '--resume')
-    for rank in (0, 1):
-        assert_equal(work_dir, work_dir, rank, tolerance=0)
-        assert_equal(work_dir, whole, rank, tolerance=1e-5)
 
 
 # Out of numbers and ranks; out of disk: test_reliability_hooks.py.
 
 
 @pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_invalid_loss_on_one_rank(folder):
+def test_numbers_of_one_rank_that_are_not_finite(folder):
     work_dir = folder / 'nan'
-    log = train_two(folder / 'images.py', work_dir, expected=1, FAULT=f'nan,{ITERATIONS},1')
-    assert log.count('FloatingPointError: loss=nan at iteration 4 (epoch 2), for the batch of ') >= 2  # on both ranks
-    # Lines of two processes may run into each other: whole sentences are compared, not lines.
-    saved = re.escape(f'nothing was saved since {work_dir}/epoch_1.pth: ')
-    (sentence,) = set(re.findall(rf'FloatingPointError: .*?{saved}', log))
-    assert '.png' in sentence and 'and 1 more' in sentence
-    assert 'The images of the batch: ' in log
+    log = train_two(folder / 'batch4.py', work_dir, expected=1, FAULT=f'nan,{ITERATIONS},1')
+    said = f'not finite any more after iteration 6, and is not saved; the last checkpoint is {work_dir}/epoch_1.pth: '
+    assert log.count(said) >= 2  # on both ranks
     assert not list(work_dir.glob('epoch_2*'))
     assert all(value.isfinite().all() for value in torch.load(work_dir / 'epoch_1.pth')['state_dict'].values())
 

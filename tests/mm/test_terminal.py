@@ -1,86 +1,10 @@
 """What tools/train.py and tools/test.py say beside mmengine's log, and how their ranks end."""
 
-import os
-import re
-import shlex
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 
 import pytest
 from helpers.processes import REPOSITORY, environment, free_port, run
-
-from attncnn_plugin import installation
-from attncnn_plugin.mm import tools
-
-SMALL = ['--cfg-options', 'train_cfg.max_epochs=2', 'val_evaluator.topk=(1,3)']
-SMALL += [f'{loader}_dataloader.dataset.indices=40' for loader in ('train', 'val', 'test')]
-
-
-@pytest.fixture(scope='module')
-def log(tmp_path_factory):
-    """Of a training in the folder of the fixture, by a script and a config as mim finds them."""
-    folder, script = tmp_path_factory.mktemp('terminal'), installation.MIM / 'tools/train.py'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return run('python', script, 'sa_quadratic_digits.py', '--work-dir', folder, *SMALL, folder=folder)
-
-
-def test_what_begins(log):
-    """Before all that mmengine says."""
-    first, second = log.splitlines()[:2]
-    assert first == f'Training SAQuadratic of {installation.config_path("sa_quadratic_digits.py")} on Digits'
-    assert second.startswith('Logs and checkpoints go to ')
-
-
-def test_what_was_best(log):
-    """The command that is printed reaches the score that is printed."""
-    best, command = log.strip().splitlines()[-2:]
-    number, score, file = re.fullmatch(r'Best epoch: (\d), with accuracy/top1 ([\d.]+), saved as (\S+)', best).groups()
-    scores = [float(value) for value in re.findall(r'Epoch\(val\).*accuracy/top1: ([\d.]+)', log)]
-    assert len(scores) == 2 and scores[int(number) - 1] == max(scores) == pytest.approx(float(score), rel=1e-3)
-    words = shlex.split(command.removeprefix('Test it: '))
-    assert words[:4] == ['python', *map(str, (installation.MIM / 'tools/test.py', REPOSITORY / words[2], file))]
-    assert words[4:] == SMALL
-    tested = run(*words, '--work-dir', os.path.dirname(file), folder=os.path.dirname(file))
-    assert tested.splitlines()[0] == f'Testing SAQuadratic of {words[2]} with {file} on Digits'
-    assert float(re.search(r'Epoch\(test\).*accuracy/top1: ([\d.]+)', tested)[1]) == max(scores)
-
-
-def test_without_a_best_one(tmp_path, monkeypatch, capsys):
-    """As in a training without ``save_best``: the last checkpoint, if it is still there."""
-    hub, file = tools.MessageHub.get_instance('test_without_a_best_one'), tmp_path / 'my epoch_2.pth'
-    monkeypatch.setattr(tools.MessageHub, 'get_current_instance', lambda: hub)
-    monkeypatch.setattr(sys, 'argv', [str(REPOSITORY / 'tools/train.py')])
-    hub.update_info('last_ckpt', str(file))
-    tools._say_what_is_best(['a.py'])
-    assert capsys.readouterr().out == ''
-    file.touch()
-    tools._say_what_is_best(['a.py', '--cfg-options', 'a=[1,2]'])
-    test = f"Test it: python {REPOSITORY}/tools/test.py a.py '{file}' --cfg-options 'a=[1,2]'"
-    assert capsys.readouterr().out.splitlines() == [f'Last checkpoint: {file}', test]
-
-
-def test_only_the_first_rank_speaks(monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['train.py', str(REPOSITORY / 'configs/sa_quadratic_digits.py'), *SMALL])
-    path = next(Path(tools.mmpretrain.__file__).parent.glob('.mim/tools/train.py'))
-    for rank, said in (('0', True), ('1', False)):
-        monkeypatch.setenv('RANK', rank)
-        tools._say_what_begins(path)
-        assert capsys.readouterr().out.startswith('Training SAQuadratic') == said
-
-
-def test_warnings_of_others(log, recwarn):
-    """Are silenced in the tools; those of the same words by other modules are not."""
-    assert 'pin_memory' not in log.replace('pin_memory=', '') and 'pkg_resources is' not in log
-    warnings.simplefilter('always')
-    for message, module in tools.KNOWN_WARNINGS.items():
-        warnings.filterwarnings('ignore', message, module=module)
-    for module, shown in (('torch.utils.data.dataloader', 0), ('mine', 1)):
-        warnings.warn_explicit("'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, module)
-        assert len(recwarn.list) == shown
-
 
 TOOL = """
 import os, time

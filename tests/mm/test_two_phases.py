@@ -9,7 +9,6 @@ from helpers.digits import CHANGE, EPOCHS, ITERATIONS, LAYER, assert_close, aver
 from mmengine.hooks import Hook
 from mmengine.model import ExponentialMovingAverage
 from mmengine.runner import Runner
-from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
 from torch import nn
 
@@ -96,10 +95,8 @@ def test_phases_and_optimizer(whole, tool):
     assert recorder.phases == ['conv'] * switch + ['attn'] * (end - switch)
     groups = runner.optim_wrapper.optimizer.param_groups
     assert {id(p) for group in groups for p in group['params']} == {id(p) for p in runner.model.parameters()}
-    assert runner.message_hub.get_info('transition_drift') < (0.05 if kind == 'CNN' else 1e-5)
     log = log_of(work_dir)
-    assert 'Relative change of the features on the current batch: ' in log
-    ((step, _),) = read_scalars(work_dir)['transition/relative_change']  # curves are marked here
+    ((step, _),) = read_scalars(work_dir)['transition/parameters']  # curves are marked here
     (file,) = work_dir.glob('*/vis_data/scalars.json')
     words = ['plot_curve', file, '--keys', 'accuracy/top1', 'loss', '--out', work_dir / 'curves.png']
     tool('mmpretrain_tool.py', 'analysis_tools/analyze_logs.py', *words)
@@ -200,10 +197,8 @@ def test_gradient_accumulation(repository, tmp_path):
                 assert all(p.grad is None for p in runner.model.parameters())
                 assert runner.optim_wrapper._inner_count == runner.iter
 
-    runner, _ = run(config, Gradients())
-    assert 1e-6 < runner.message_hub.get_info('transition_drift') < 1e-2  # with the default M
-    said = 'after 6 iterations, in the middle of those whose gradients are accumulated: the gradients of the last ones'
-    assert said in log_of(tmp_path)
+    run(config, Gradients())
+    assert 'the gradient of some iterations is lost' in log_of(tmp_path)  # mmengine says so
 
 
 @pytest.mark.parametrize(
@@ -246,7 +241,7 @@ def test_two_separate_runs(repository, tmp_path):
 
 
 def test_right_after_loading(repository, tmp_path):
-    """Attention of the kernels that were loaded; attention itself is refused, for the optimizer would not have it."""
+    """Attention of the kernels that were loaded; attention itself is trained, too, by the optimizer of its phase."""
     frozen = {'optim_wrapper.optimizer.lr': 0.0, 'optim_wrapper.optimizer.weight_decay': 0.0}
 
     def config(folder, **changes):
@@ -264,8 +259,10 @@ def test_right_after_loading(repository, tmp_path):
     kernel = model.state_dict()[f'{LAYER}.weight']
     value = recorder.weights[2][f'{LAYER}.value.weight'].unflatten(1, (9, -1))
     assert torch.equal(value, kernel.flatten(2).transpose(1, 2))
-    with pytest.raises(ValueError, match="in phase='attn' at epoch 0, before epoch=0 of PhaseTransitionHook turns it"):
-        run(config('attention', load_from=str(tmp_path / 'frozen/epoch_1.pth')))
+    trained, _ = run(config('attention', load_from=str(tmp_path / 'frozen/epoch_1.pth')))
+    groups = trained.optim_wrapper.optimizer.param_groups
+    assert {id(p) for group in groups for p in group['params']} == {id(p) for p in trained.model.parameters()}
+    assert not torch.equal(trained.model.get_parameter(f'{LAYER}.value.weight'), value.flatten(1))
     resumed, again = run(config('resumed', load_from=str(tmp_path / 'frozen/epoch_1.pth'), resume=True, **frozen))
     assert again.start == 1 and again.phases == ['attn'] * ITERATIONS
 
@@ -292,8 +289,8 @@ NO_PHASES = dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1, 
             TypeError,
             'PhaseTransitionHook counts iterations, but the loop is a Epoch',
         ),
-        ('CMHSA', {'model.backbone': NO_PHASES}, {}, ValueError, 'finds no CMHSA in the model'),
-        ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, "in phase='attn' at epoch 0, before epoch=2 of"),
+        ('CMHSA', {'model.backbone': NO_PHASES}, {}, ValueError, 'finds no module with phases, such'),
+        ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, 'is attention at epoch 0, before epoch=2 of'),
         ('CMHSA', {}, dict(optim_wrapper=dict(optimizer=dict(momentum=0.9))), TypeError, "unexpected .* 'momentum'"),
         ('CMHSA', {}, dict(param_scheduler=dict(type='CosineAnnealingLR', begin=3)), ValueError, 'begin=3, end=3'),
         ('iterations', {}, dict(param_scheduler=dict(type='PolyLR')), ValueError, "'PolyLR'.* counts epochs, but the"),
@@ -329,22 +326,6 @@ def test_without_a_config(repository, tmp_path):
     assert runner(dict(type='SGD', lr=0.01)).train().backbone.phase == 'attn'
 
 
-def test_models_without_an_output(repository, tmp_path):
-    """A line in the log must not end a training."""
-
-    @MODELS.register_module(force=True)
-    class LossOnly(ImageClassifier):
-        def forward(self, inputs, data_samples=None, mode='tensor'):
-            if mode == 'tensor':
-                raise RuntimeError('no such mode')
-            return super().forward(inputs, data_samples, mode)
-
-    config = small_config(repository, tmp_path, log_level='INFO')
-    config.model.type = 'LossOnly'
-    assert run(config)[1].phases[-1] == 'attn'
-    assert "LossOnly has no output for a batch in mode='tensor' (no such mode)" in log_of(tmp_path)
-
-
 def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
     """With mmengine's own hook, which lets it pass: an end that is not given is the end of the phase."""
     hook = {'default_hooks.checkpoint.type': 'CheckpointHook'}
@@ -359,12 +340,12 @@ def test_a_run_that_ends_before_the_transition_says_so(epochs, repository, tmp_p
     """At the beginning for its length, at the end because another hook stops it."""
     config = small_config(repository, tmp_path, log_level='INFO', **{'train_cfg.max_epochs': epochs})
     config.custom_hooks[0].epoch = 1
-    config.custom_hooks += [dict(type='HeadPruningHook', epochs=[0, 1])]
+    config.custom_hooks += [dict(type='HeadPruningHook', epochs=[1])]
     config.custom_hooks += [dict(type='EarlyStoppingHook', monitor='accuracy/top1', stopping_threshold=-1)]
     assert run(config)[0].model.backbone.phase == 'conv'
     log = log_of(tmp_path)  # mmengine logs a warning once
-    assert log.count('The run ends after 1 epochs, before the transition to attention after epoch 1 of Pha') == 1
-    assert log.count('The run ends after 1 epochs: HeadPruningHook removes no heads at epoch 1\n') == 1
+    for name in ('PhaseTransitionHook', 'HeadPruningHook'):
+        assert log.count(f'The run ends after 1 epochs: {name} does nothing at epoch 1\n') == 1
     assert (log.index('The run ends after') < log.index('Epoch(train)')) == (epochs == 1)
 
 

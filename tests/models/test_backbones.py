@@ -79,11 +79,15 @@ def test_backbone_of_timm():
 @pytest.mark.parametrize('kind', ['SAQuadratic', 'CMHSA', 'ConvToAttention'])
 def test_settings_of_another_backbone(kind, repository, tmp_path):
     """Of a config that inherits a ResNet, without and with ``_delete_``."""
-    own = ", backbone=dict(type='ResNet', depth=18), layers='layer4.*.conv2'" if kind == 'ConvToAttention' else ''
+    small = dict(
+        SAQuadratic=f', arch={SMALL_ARCH}',
+        CMHSA=', patch_size=4, img_size=32, num_layers=1',
+        ConvToAttention=", backbone=dict(type='ResNet', depth=18), layers='layer4.*.conv2'",
+    )
     for delete in ('', ', _delete_=True'):
         (tmp_path / 'own.py').write_text(
             f"_base_ = '{repository}/configs/resnet18_cifar10.py'\n"
-            f"model = dict(backbone=dict(type='{kind}'{own}{delete}))\n"
+            f"model = dict(backbone=dict(type='{kind}'{small[kind]}{delete}))\n"
         )
         config = Config.fromfile(tmp_path / 'own.py').model.backbone
         if delete:

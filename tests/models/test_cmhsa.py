@@ -28,8 +28,9 @@ def of_width(widths, phase='attn', **kwargs):
     return small_cmhsa(phase, **{**WIDTHS[widths], **kwargs})
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-10)])
-@pytest.mark.parametrize('kernel_size', [3, 5, 7])
+@pytest.mark.parametrize(
+    'kernel_size, dtype, tolerance', [(3, torch.float32, 1e-4), *((size, torch.float64, 1e-10) for size in (3, 5, 7))]
+)
 @pytest.mark.parametrize(
     'widths, patch_size, img_size',
     [

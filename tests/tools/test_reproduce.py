@@ -271,7 +271,7 @@ def tool(monkeypatch, tmp_path, capsys):
         machine = dict(processor='a processor', gpu=None, threads=threads)
         curves = {'accuracy/top1': [[run.epochs, 10.0 + run.seed]]}
         result = dict(label=run.label, images=run.images, epochs=run.epochs, seed=run.seed, top1=10.0 + run.seed)
-        result.update(seconds=60.0, parameters=1000, multiply_adds=7, curves=curves, machine=machine)
+        result.update(seconds=60.0, parameters=1000, multiply_adds=7, curves=curves, machine=machine, parts=run.parts)
         write_json(run.folder / 'result.json', dict(result, versions=dict(torch='2'), config=run.config.to_dict()))
         return 'well'
 
@@ -368,6 +368,22 @@ def test_a_table(tool, tmp_path):
     assert rows['goes on'][2] == f'{goes_on["top1"]:.1f}'
     assert 'Validated with 20 test images.' in text and (tmp_path / 'small.svg').exists()
     assert 'Missing, 1 of 3 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
+
+
+def test_a_training_that_goes_on_elsewhere(tool, tmp_path, monkeypatch):
+    """Each machine that trained an epoch, in the results and on the page; not one where none was finished."""
+    options, folder = ['--models', 'first', '--seeds', 0], tmp_path / 'runs/first_40_3_0'
+    for gpu, epochs in (('a GPU', 1), ('a broken GPU', 1), ('a GPU', 2), ('another GPU', 3)):
+        here = dict(processor='a CPU', cores=2, gpu=gpu)
+        monkeypatch.setattr(results_module, 'machine', lambda here=here: here)
+        tool.stops = [folder.name] if epochs < 3 else ()
+        assert tool(*options)[2] == (130 if epochs < 3 else 0)
+        (folder / f'epoch_{epochs}.pth').touch()
+    (result,) = json.loads((tmp_path / 'small.json').read_text())
+    found = [(part['machine']['gpu'], part['epochs_before']) for part in result['parts']]
+    assert found == [('a GPU', 0), ('another GPU', 2)]
+    place = f'1 thread a training, PyTorch {torch.__version__}'
+    assert f'a GPU, {place}, then another GPU, {place}. Validated' in page_of(tmp_path)[0]
 
 
 def test_means_and_ranges_of_a_folder_that_was_moved(tool, tmp_path):

@@ -137,7 +137,7 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
     whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{2 * STEPS}')
     whole.train()
     assert sum(numbers(whole.model)) == 4
-    with pytest.raises(ValueError, match='into the ViTForImageClassification: give it load_hugging_f'):
+    with pytest.raises(ValueError, match='does not fit the ViTForImageClassification .* load_hugging_face'):
         trainer(tmp_path / 'refused').train(resume_from_checkpoint=checkpoint)
     resumed = trainer(tmp_path / 'resumed', load_hugging_face(checkpoint))
     resumed.train(resume_from_checkpoint=checkpoint)
@@ -159,8 +159,9 @@ def test_trainer_with_adafactor(library, data, tmp_path):
     resumed, checkpoint = trainer(tmp_path / 'resumed'), str(tmp_path / 'whole/checkpoint-10')
     with pytest.raises(ValueError) as refused:
         resumed.train(resume_from_checkpoint=checkpoint)
-    assert 'use an optimizer such as AdamW from the start; without the EpochCallback' in str(refused.value)
-    assert 'has not loaded' not in str(refused.value)
+    assert 'use an optimizer such as AdamW' in str(refused.value) and 'leave out the EpochCallback' in str(
+        refused.value
+    )
     resumed.remove_callback(resumed.callback_handler.callbacks[-1])
     resumed.train(resume_from_checkpoint=checkpoint)
     assert resumed.state.global_step == 20

@@ -241,7 +241,7 @@ def test_accuracy_of_several_runs(tmp_path):
 
 def test_the_transition_is_marked_once(tmp_path):
     for name in 'ab':
-        write_log(tmp_path / name, '1', [*accuracy(10.0, 20.0), {'transition/relative_change': 1e-5, 'step': 1}])
+        write_log(tmp_path / name, '1', [*accuracy(10.0, 20.0), {'transition/parameters': 9, 'step': 1}])
     axes = plot_metric({name: tmp_path / name for name in 'ab'}).axes[0]
     (mark,) = [line for line in axes.get_lines() if line.get_gid() == 'transition']
     assert set(mark.get_xdata()) == {1}

@@ -178,13 +178,10 @@ def test_what_cannot_be_drawn():
     for plot in (plot_attention, plot_heads):
         with pytest.raises(TypeError, match=r'images=3 must be a tensor \(B, C, H, W\)'):
             plot(vit, 3)
-    bare, heads = (small_vit('vit_tiny_patch16_224'), small_timm('sa_quadratic_cifar')), {0: [0, 1, 2], 1: [0, 1, 2]}
-    for model, message in zip(
-        bare, ('no attention of a VisionTransformer .* nor have layers without heads', 'no heads left')
-    ):
-        prune_heads(model, heads, allow_empty=True)
-        with pytest.raises(ValueError, match=message):
-            plot_heads(model, images)
+    bare = small_timm('sa_quadratic_cifar')
+    prune_heads(bare, {0: [0, 1, 2], 1: [0, 1, 2]}, allow_empty=True)
+    with pytest.raises(ValueError, match='no heads left'):
+        plot_heads(bare, images)
     with pytest.raises(ValueError, match=r"layers=\['x'\] must be some of blocks.0.attn, blocks.1.attn"):
         plot_attention(vit, images, layers=['x'])
     with pytest.raises(ValueError, match=r'layers=\[\] must be some of'):

@@ -24,7 +24,7 @@ from typing import Tuple
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import HeadReport, head_report
-from attncnn_plugin.analysis.layer_maps import attention_layers, has_own_attention
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_image_options, add_model_options, check_model_options, load_model
 
@@ -57,7 +57,7 @@ def report_of(loaded: LoadedModel, args: argparse.Namespace) -> Tuple[HeadReport
     """The report of a model, and the number of images that it is a mean over."""
     by_position = (
         args.images is None
-        and has_own_attention(loaded.model)
+        and attention_layers(loaded.model)
         and not any(layer.depends_on_content or layer.window for layer in attention_layers(loaded.model).values())
     )
     if args.size or by_position:

@@ -10,11 +10,13 @@ import gc
 import inspect
 import os
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 from unittest import mock
 
+import gpu
 import timm
 import torch
 from measure import Measured, Ratio, Step, added_by, forward_pass, layer_step, side_by_side, training_step
@@ -258,13 +260,15 @@ def machine(quick: bool) -> str:
     no_measurement = '; small models and one call each: no measurement' if quick else ''
     processor = re.search(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())
     cores = f'{os.cpu_count()} cores of {processor[1] if processor else "an unknown processor"}'
+    if torch.cuda.is_available():
+        cores = f'{torch.cuda.get_device_name()}, {cores}, CUDA {torch.version.cuda}'
     versions = f'torch {torch.__version__}, timm {timm.__version__}'
     return f'{cores}, {torch.get_num_threads()} threads, {versions}{shared}{no_measurement}.'
 
 
 def section(name: str, cells: Dict[Tuple[str, str], str], where: str) -> str:
     """Returns a group's heading, words (the docstring of its function) and table, from texts by row and column."""
-    title, _, words = inspect.getdoc(GROUPS[name]).partition('.\n\n')
+    title, _, words = inspect.getdoc({**GROUPS, **gpu.GROUPS}[name]).partition('.\n\n')
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
     lines = [['', *columns], *([row, *(cells.get((row, column), '') for column in columns)] for row in rows)]
     return f'## {title} (`{name}`)\n\n{words}\n\n{where}\n\n{table(lines)}\n'
@@ -279,28 +283,36 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 def update(page: Path, sections: Dict[str, str]) -> None:
     """Writes sections of groups into the page; what is before them, and sections of other groups, stay as they are."""
-    introduction, *parts = re.split(r'^(?=## .* \(`\w+`\)$)', page.read_text(), flags=re.MULTILINE)
+    text = page.read_text() if page.exists() else gpu.INTRODUCTION
+    introduction, *parts = re.split(r'^(?=## .* \(`\w+`\)$)', text, flags=re.MULTILINE)
     known = {re.match(r'## .* \(`(\w+)`\)\n', part)[1]: part for part in parts}
     known.update(sections)
     page.write_text(
-        '\n'.join(part.rstrip('\n') + '\n' for part in [introduction, *map(known.get, filter(known.get, GROUPS))])
+        '\n'.join(
+            part.rstrip('\n') + '\n'
+            for part in [introduction, *map(known.get, filter(known.get, [*GROUPS, *gpu.GROUPS]))]
+        )
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ', '.join(GROUPS)
-    parser.add_argument('--only', nargs='+', choices=GROUPS, default=list(GROUPS), metavar='GROUP', help=f'of {names}')
+    names = f'of {", ".join(GROUPS)}, or with --device of {", ".join(gpu.GROUPS)} (default: all)'
+    parser.add_argument('--only', nargs='+', choices=[*GROUPS, *gpu.GROUPS], metavar='GROUP', help=names)
+    parser.add_argument(
+        '--device', type=torch.device, help='measure times and memory there, such as cuda, and no ratios'
+    )
     parser.add_argument('--page', type=Path, metavar='FILE.md', help='a page whose tables of these groups are replaced')
     parser.add_argument('--threads', type=int, default=2, help='default: 2')
     parser.add_argument('--quick', action='store_true', help='small models, one call each: to see that everything runs')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     where = machine(args.quick)
-    for name in args.only:
+    groups = {name: partial(group, device=args.device) for name, group in gpu.GROUPS.items()} if args.device else GROUPS
+    for name in args.only or groups:
         torch.manual_seed(0)
         cells = {}
-        for row, column, ratio in GROUPS[name](args.quick):
+        for row, column, ratio in groups[name](args.quick):
             print(f'{name}: {row}, {column}: {ratio}', flush=True)
             cells[row, column] = str(ratio)
         text = section(name, cells, where)

@@ -70,16 +70,22 @@ def _conditions(table: Table, results: Sequence[dict], data: str, extras: Sequen
     most = max(table.epochs_of(label) for label in table.rows)
     recipes = set()
     for result in results:
-        machine, config = result['machine'], result['config']
-        threads = f'{machine["threads"]} thread{"s" * (machine["threads"] > 1)} a training'
+        config = result['config']
         validated = 'Trained in bfloat16, validated' if 'BFloat16' in str(config['optim_wrapper']) else 'Validated'
         number = config['val_dataloader']['dataset'].get('num_images')
-        where = f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {result["versions"]["torch"]}'
+        where = ', then '.join(dict.fromkeys(map(_place, result.get('parts') or [result])))
         recipes.add(f'{where}. {validated} with {f"{number:,}" if number else "all"} test images.')
     seeds = 'Means over the seeds, and ranges in brackets. Minutes are by the clock, without the validations; other '
     seeds += 'programs on the machine make them longer.'
     images = f'Trained on {data}: {table.images:,} images up to {most} epochs. {seeds}'
     return ' '.join([images, *(EXTRAS[key][2] for key in extras), *sorted(recipes)])
+
+
+def _place(part: Mapping[str, Any]) -> str:
+    """Returns where a part of a training ran."""
+    machine = part['machine']
+    threads = f'{machine["threads"]} thread{"s" * (machine["threads"] > 1)} a training'
+    return f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {part["versions"]["torch"]}'
 
 
 def _cells(runs: Sequence[Run], extras: Sequence[str]) -> List[str]:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from mmengine.config import Config
@@ -58,6 +58,16 @@ class Run:
         return max((int(path.stem[len('epoch_') :]) for path in self.folder.glob('epoch_*.pth')), default=0)
 
     @property
+    def parts_file(self) -> Path:
+        """Where it was trained: it can go on in another place."""
+        return self.folder / 'parts.json'
+
+    @property
+    def parts(self) -> List[dict]:
+        """Returns the machines and versions that it was trained with, and the epochs that were done before each."""
+        return read_json(self.parts_file) if self.parts_file.exists() else []
+
+    @property
     def result(self) -> Optional[dict]:
         """Returns what came of it; None before its end."""
         path = self.folder / 'result.json'
@@ -86,6 +96,11 @@ class Run:
         """Starts the training in a process of its own, from its last checkpoint where there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_file, self.config.to_dict())
+        here = dict(machine=dict(machine(), threads=threads), versions=versions())
+        parts = [part for part in self.parts if part['epochs_before'] < self.epochs_done]  # with an epoch at least
+        if not parts or any(parts[-1][key] != here[key] for key in here):
+            parts.append(dict(here, epochs_before=self.epochs_done))
+        write_json(self.parts_file, parts)
         train, resume = Path(__file__).parents[1] / 'train.py', ['--resume'] * (self.epochs_done > 0)
         command = [sys.executable, train, self.config_file, '--work-dir', self.folder, *resume]
         environment = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
@@ -122,7 +137,7 @@ class Run:
         result = dict(label=self.label, images=self.images, epochs=self.epochs, seed=self.seed)
         result.update(start=self.start and self.start.folder.name, top1=top1, seconds=seconds)
         result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
-        result.update(machine=dict(machine(), threads=threads), config=self.config.to_dict())
+        result.update(machine=dict(machine(), threads=threads), parts=self.parts, config=self.config.to_dict())
         result.update(extras if self.share is None else dict(extras, share=self.share))
         write_json(self.folder / 'result.json', result)
 

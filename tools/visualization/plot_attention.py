@@ -41,7 +41,7 @@ from torch import Tensor
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import mean_attention, read_centers
-from attncnn_plugin.analysis.layer_maps import attention_layers, has_own_attention
+from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_image_options, add_model_options, check_model_options, load_model
 
@@ -124,11 +124,10 @@ def draw_model(args: argparse.Namespace):
     if args.figure in ('attention', 'heads'):
         draw = plot_heads if args.figure == 'heads' else plot_attention
         return draw(loaded.model, loaded.inputs(choose_images(args, loaded)))
-    own = has_own_attention(loaded.model)
-    layers = list(attention_layers(loaded.model).values()) if own else []
-    by_position = own and all(layer.has_position_scores for layer in layers)
+    layers = list(attention_layers(loaded.model).values())
+    by_position = layers and all(layer.has_position_scores for layer in layers)
     part = 'position' if by_position and args.figure != 'content' else 'all'
-    if args.figure == 'content' and own and not any(layer.depends_on_content for layer in layers):
+    if args.figure == 'content' and layers and not any(layer.depends_on_content for layer in layers):
         raise ValueError(f'{loaded.name} has attention by position alone: --figure probabilities draws it')
     images = None
     if part == 'position' and all(layer.window is None for layer in layers):

@@ -1,11 +1,9 @@
 _base_ = '../../_base_/default_runtime.py'
 
-# An epoch takes minutes at most. A training that was stopped resumes from the last one, and ends as if it had not been;
-# so there is no PreemptionHook, which resumes within an epoch, with other random numbers.
+# A training that was stopped resumes from its last epoch, and ends as if it had not been.
 default_hooks = dict(
     _delete_=True,
     checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=1),
-    invalid_loss=dict(type='InvalidLossHook'),
     logger=dict(type='LoggerHook', interval=50),
     epoch_seed=dict(type='EpochSeedHook'),
     resumed_validation=dict(type='ResumedValidationHook'))
