@@ -207,8 +207,9 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
     model = small_vit('vit_tiny_patch16_224')
     found = []
     for counted in (4, 2, 5):
-        pruner = PruneHeads(loss=loss_of, multiply_adds=multiply_adds)
-        pruner.check(model, [(torch.randn(counted, 3, SIZE, SIZE), torch.zeros(counted, dtype=torch.long))])
+        counts = [(torch.randn(counted, 3, SIZE, SIZE), torch.zeros(counted, dtype=torch.long))]
+        pruner = PruneHeads(batches=counts, loss=loss_of, multiply_adds=multiply_adds)
+        pruner.check(model)
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
         found.append(pruner.judge(model, [batch]).heads)
         assert (
