@@ -52,10 +52,6 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """The linear map that takes the outputs of all heads, which lie one after the other."""
         return self.get_submodule(self.output_name)
 
-    def output_called(self) -> contextlib.AbstractContextManager:
-        """Has the forward pass call :attr:`output` as a module inside, as it always does."""
-        return contextlib.nullcontext()
-
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
         return self.head_entries(heads)[f'{self.output_name}.weight'][1]
@@ -106,9 +102,28 @@ class PrunableHeads(Restructurable, AttentionLayer):
         Raises:
             StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
         """
-        own = dict(self.named_parameters(remove_duplicate=False))
-        places = {name: (*place, own.get(name)) for name, place in self.head_parameters().items()}
-        number = heads_in(state_dict, prefix, places, self.built_heads)
+        places, counts = self.head_parameters(), {}
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for name, (dim, entries) in places.items():
+            loaded, own = state_dict.get(prefix + name), parameters.get(name)  # None if something computes it
+            if not isinstance(loaded, Tensor) or own is None:
+                continue
+            heads, rest = divmod(loaded.shape[dim], entries) if loaded.ndim == own.ndim else (0, 1)
+            if rest or loaded.movedim(dim, 0).shape[1:] != own.movedim(dim, 0).shape[1:]:
+                raise StructureError(
+                    f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
+                    f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
+                    'kind of attention; build it as the one that was saved'
+                )
+            counts[name] = heads
+        if len(set(counts.values())) > 1:
+            raise StructureError(
+                f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
+                f'heads, {counts}: it is damaged, or its heads have other widths than those of the model'
+            )
+        if counts and max(counts.values()) > self.built_heads:
+            raise too_many_heads(prefix, max(counts.values()), self.built_heads)
+        number = next(iter(counts.values()), None) if len(counts) == len(places) else None
         return None if number == self.num_heads else number
 
     def take_structure(self, structure: Any) -> None:
@@ -119,42 +134,6 @@ class PrunableHeads(Restructurable, AttentionLayer):
 
     def _widths(self, entries: Any) -> Sequence[int]:
         return [entries] * self.num_heads if isinstance(entries, int) else entries
-
-
-def heads_in(
-    state_dict: StateDict, prefix: str, places: Mapping[str, Tuple[int, Any, Optional[Tensor]]], built_heads: int
-) -> Optional[int]:
-    """Returns the number of heads in a state dict; None where it has not all of their parameters.
-
-    Args:
-        places (Mapping[str, tuple[int, int, Tensor | None]]): Of each parameter with entries for heads, by name, their
-            dimension, the entries of a head, and the parameter itself, None if something computes it.
-        built_heads (int): The most that the module can have.
-
-    Raises:
-        StructureError: Shapes that no number of heads explains, or more heads than the module was built with.
-    """
-    counts = {}
-    for name, (dim, entries, own) in places.items():
-        loaded = state_dict.get(prefix + name)
-        if not isinstance(loaded, Tensor) or own is None:
-            continue
-        heads, rest = divmod(loaded.shape[dim], entries) if loaded.ndim == own.ndim else (0, 1)
-        if rest or loaded.movedim(dim, 0).shape[1:] != own.movedim(dim, 0).shape[1:]:
-            raise StructureError(
-                f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
-                f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
-                'kind of attention; build it as the one that was saved'
-            )
-        counts[name] = heads
-    if len(set(counts.values())) > 1:
-        raise StructureError(
-            f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
-            f'heads, {counts}: it is damaged, or its heads have other widths than those of the model'
-        )
-    if counts and max(counts.values()) > built_heads:
-        raise too_many_heads(prefix, max(counts.values()), built_heads)
-    return next(iter(counts.values()), None) if len(counts) == len(places) else None
 
 
 def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List[int]:

@@ -72,7 +72,7 @@ class FoundHeads:
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
-        (owners,) = [owners for dim, owners in self.owners.values() if dim == 1]
+        (owners,) = [own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')]
         return owners[:, list(heads)].any(1).nonzero().flatten()
 
     def kept(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
@@ -80,13 +80,11 @@ class FoundHeads:
 
         An entry goes with the last of its heads.
         """
-        gone = torch.zeros(self.num_heads, dtype=torch.bool)
-        gone[list(heads)] = True
-        found = {}
-        for name, (dim, owners) in self.owners.items():
-            goes = owners.any(1) & ~(owners & ~gone.to(owners.device)).any(1)
-            found[name] = dim, (~goes).nonzero().flatten()
-        return found
+        left = [head for head in range(self.num_heads) if head not in heads]
+        return {
+            name: (dim, (owners[:, left].any(1) | ~owners.any(1)).nonzero().flatten())
+            for name, (dim, owners) in self.owners.items()
+        }
 
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
         """Returns heads as integers.
@@ -177,6 +175,8 @@ def layer_names(layers: Mapping[str, Any], heads: Mapping[Union[str, int], Any])
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
     """Lets a model compute inside as if heads were removed: their outputs are zero, in training too.
 
+    The first time it runs there, it runs once more before, so that its heads are seen.
+
     Args:
         model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads.
@@ -186,6 +186,7 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 
     Examples:
         >>> import timm
+        >>> from attncnn_plugin.pruning import prune_heads
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1).eval()
         >>> images = torch.rand(1, 3, 32, 32)
         >>> with masked_heads(model, {'blocks.0.attn': [1]}):
@@ -196,15 +197,20 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
     """
     layers: Dict[str, Heads] = {}
     masked: Dict[str, List[int]] = {}
+    runs = []
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         """Sees, before the first pass, which axes are heads."""
-        if not masked:
-            handle.remove()
-            layers.update(seen_heads(model, lambda: model(*args, **kwargs)))
-            masked.update(layer_names(layers, heads))
-            for name, own in masked.items():
-                masked[name] = layers[name].check_heads(own, allow_empty=True)
+        if layers or runs:
+            return
+        runs.append(module)
+        try:
+            found = seen_heads(model, lambda: model(*args, **kwargs))
+        finally:
+            runs.clear()
+        for name, own in layer_names(found, heads).items():
+            masked[name] = check_heads(own, found[name].num_heads, allow_empty=True)
+        layers.update(found)
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
@@ -225,7 +231,7 @@ def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, S
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
         return attention.where(heads[name], torch.zeros(1), output)
 
-    with watching(model, touch=touch):
+    with watching(model, touch=touch, again=True):
         yield
 
 

@@ -61,11 +61,12 @@ def watching(
     wanted: Callable[[str], bool] = lambda name: True,
     touch: Optional[Touch] = None,
     end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
+    again: bool = False,
 ) -> Iterator['Watch']:
     """Calls ``visit(name, probs, places)`` for all attention that runs in modules of a model.
 
     The model computes what it does unwatched, to the last bit, in training too; its random numbers, buffers, gradients
-    and hooks are the same. A compiled model runs uncompiled. What gradient checkpointing computes again is left out.
+    and hooks are the same. A compiled model runs uncompiled.
 
     Args:
         model (nn.Module): Any model.
@@ -77,11 +78,12 @@ def watching(
         touch (Callable, optional): ``touch(attention, output)`` returns what takes the place of the outputs of all
             heads, of an :class:`Attention`, or :class:`OwnAttention` of this package. Defaults to None.
         end (Callable): ``end(functions, output)`` is called after a forward pass of the model, or of a part by itself.
+        again (bool): Whether to see what gradient checkpointing computes again, too. Defaults to False.
 
     Yields:
         Watch: What is seen.
     """
-    watch = Watch(model, visit, wanted, touch, end)
+    watch = Watch(model, visit, wanted, touch, end, again)
     handles = [
         register_module_forward_pre_hook(watch.enter),
         register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
@@ -105,8 +107,8 @@ class Watch(threading.local):
             None where nothing is seen.
     """
 
-    def __init__(self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any) -> None:
-        self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
+    def __init__(self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool) -> None:
+        self.model, self.visit, self.wanted, self.touch, self.end, self.again = model, visit, wanted, touch, end, again
         self.names: Dict[nn.Module, Optional[str]] = {module: name for name, module in model.named_modules()}
         self.running: List[Tuple[nn.Module, Optional[str]]] = []
         self.functions: Optional[FunctionsSeen] = None
@@ -126,14 +128,15 @@ class Watch(threading.local):
             self.names[module] = None  # of another model, or it came while the model ran
             self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
-        if self.native is not None or not self.running and (name is None or in_backward()):
+        if self.native is not None or not self.running and (name is None or in_backward() and not self.again):
             return None
         if self.functions is None:
             self.functions = FunctionsSeen(self, whole=module is self.model)
             self.functions.__enter__()
             for own in flat(args):
                 self.functions.places.begin(own)
-        if self.running and (name is None or self.running[-1][1] is None):  # of another model, or inside of such
+        # Of another model, or inside of such; or a hook of the model runs it.
+        if self.running and (name is None or self.running[-1][1] is None or module is self.model):
             name = self.running[-1][1] if is_function(module) else None
         self.running.append((module, name))
         if name is None:
@@ -287,14 +290,15 @@ class OwnAttention:
 
     def of_heads(self, output: Tensor) -> Sequence[Tensor]:
         """Returns the output of each head, ``(B, Q, D_h)``."""
-        layer = self.owner
-        if not isinstance(layer.output, GroupedLinear):
-            return [output[..., layer.output_entries([head])].flatten(1, -2) for head in range(layer.num_heads)]
+        layer, is_grouped = self.owner, isinstance(self.owner.output, GroupedLinear)
         tiles = layer.tiles(self.size) if isinstance(layer, ContentImageAttention) else None
+        if is_grouped:  # (…, N_h, Q, C)
+            output = output.transpose(-3, -2).flatten(-2)
         if tiles is not None:  # without queries that fill up the last tile
-            joined = join_tiles(output.transpose(-3, -2).flatten(-2), tiles).flatten(2).mT
-            return joined.unflatten(-1, (layer.num_heads, -1)).unbind(-2)
-        return output.unbind(-3)  # (…, N_h, Q, C)
+            output = join_tiles(output, tiles).flatten(2).mT
+        if is_grouped:
+            return output.unflatten(-1, (layer.num_heads, -1)).unbind(-2)
+        return [output[..., layer.output_entries([head])].flatten(1, -2) for head in range(layer.num_heads)]
 
     def where(self, heads: Sequence[int], value: Tensor, output: Tensor) -> Tensor:
         """Returns the outputs of all heads with those of some replaced by a value, ``(D_h,)`` or ``(1,)``."""

@@ -9,6 +9,7 @@ the attention maps would call two heads alike that look at different things in e
 import math
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import gt, lt
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -107,21 +108,22 @@ class ObservedAttention:
 
 
 class Measure(NamedTuple):
-    """A number for each head, or for each pair of heads, and the threshold from which on a head is degenerate."""
+    """A number for each head, or for each pair of heads, and the threshold beyond which a head is degenerate."""
 
     threshold: float
-    reason: str  # of value, threshold and kept head; below the threshold if it has a <
+    is_beyond: Callable[[float, float], bool]
+    reason: str  # of value, threshold and kept head
     values: Callable[..., Tensor]
 
 
 BY_POSITION = {  # of functions that give M of Gaussian heads, and attention maps
-    'uniform': Measure(1e-5, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
-    'stripe': Measure(1e3, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
-    'entropy': Measure(0.99, 'relative entropy {:.4g} > {:.4g}', lambda _, maps: relative_entropy_of_maps(maps())),
-    'duplicate': Measure(0.01, 'distance {:.3g} < {:.3g} from head {}', lambda _, maps: map_distances(maps())),
+    'uniform': Measure(1e-5, lt, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
+    'stripe': Measure(1e3, gt, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
+    'entropy': Measure(0.99, gt, 'relative entropy {:.4g} > {:.4g}', lambda _, maps: relative_entropy_of_maps(maps())),
+    'duplicate': Measure(0.01, lt, 'distance {:.3g} < {:.3g} from head {}', lambda _, maps: map_distances(maps())),
 }
 ON_IMAGES = {  # of ObservedAttention
-    'uniform': Measure(0.01, 'distance {:.3g} < {:.3g} from uniform attention', lambda seen: seen.mean('from_uniform')),
+    'uniform': Measure(0.01, lt, 'distance {:.3g} < {:.3g} from uniform attention', lambda x: x.mean('from_uniform')),
     'entropy': BY_POSITION['entropy']._replace(values=lambda seen: seen.mean('entropy')),
     'duplicate': BY_POSITION['duplicate']._replace(values=lambda seen: seen.mean('distances')),
 }
@@ -289,14 +291,15 @@ def _find(
     found: Dict[int, DegenerateHead] = {}
     rules = sorted(_rules(criteria, measures), key=lambda rule: rule[0] == 'duplicate')
     for name, threshold in rules if num_heads else ():
-        reason, values = measures[name].reason, measures[name].values(*of_layer).tolist()
+        measure = measures[name]
+        values = measure.values(*of_layer).tolist()
         kept: List[int] = []
         for head in [head for head in range(num_heads) if head not in found]:
             value, nearest = values[head], None
             if name == 'duplicate':  # the nearest of the kept heads
                 value, nearest = min(((value[other], other) for other in kept), default=(math.inf, None))
-            if value < threshold if '<' in reason else value > threshold:
-                why = reason.format(value, threshold, nearest)
+            if measure.is_beyond(value, threshold):
+                why = measure.reason.format(value, threshold, nearest)
                 found[head] = DegenerateHead(head, name, value, why, nearest)
             else:
                 kept.append(head)

@@ -32,59 +32,31 @@ AMOUNTS = {
 }
 
 
-class HeadGradients:
-    """Sums up over images |∂L(x)/∂ξ_h| of the heads of an attention.
+def of_images(of_calls: Sequence[Tensor], images: int) -> Tensor:
+    """Returns ∂L/∂ξ of the loss of each image, ``(images, N_h)``, by those of the mean loss in each call.
 
-    Attributes:
-        total (Tensor): The sum, ``(N_h,)`` in float64.
-        count (Tensor): The number of images, a scalar in float64.
+    A call has rows for all images, and windows of an image lie one after the other. It can compute some images at a
+    time; attention can be called several times in one pass.
     """
-
-    def __init__(self) -> None:
-        self.total = torch.zeros((), dtype=torch.float64, device='cpu')
-        self.count = torch.zeros((), dtype=torch.float64, device='cpu')
-
-    def add(self, of_calls: Sequence[Tensor], images: int) -> None:
-        """Adds ∂L/∂ξ of the mean loss over some images, ``(rows, N_h)`` of each call.
-
-        A call has rows for all images, and windows of an image lie one after the other. It can compute some images at a
-        time; attention can be called several times in one pass.
-        """
-        if images == 0:
-            return
-        of_images = of_calls[0].new_zeros(images, of_calls[0].shape[1])
-        waiting: List[Tensor] = []
-        for rows in of_calls:
-            waiting.append(rows)
-            if sum(map(len, waiting)) % images == 0:
-                of_images += images * torch.cat(waiting).unflatten(0, (images, -1)).sum(1)
-                waiting = []
-        if waiting:
-            raise ValueError(
-                f'a layer got {sum(map(len, of_calls))} rows for {images} images: as many rows of each were expected'
-            )
-        self.total = self.total.to(of_images.device) + of_images.abs().sum(0)
-        self.count = self.count.to(of_images.device) + images
-
-    def mean(self, normalize: bool) -> Tensor:
-        """Returns the importance of each head, ``(N_h,)``, by its l2 norm over the layer's if ``normalize``."""
-        mean = (self.total / self.count).cpu()
-        norm = mean.norm()
-        return mean / norm if normalize and norm > 0 else mean
+    total = of_calls[0].new_zeros(images, of_calls[0].shape[1])
+    waiting: List[Tensor] = []
+    for rows in of_calls if images else ():
+        waiting.append(rows)
+        if sum(map(len, waiting)) % images == 0:
+            total += images * torch.cat(waiting).unflatten(0, (images, -1)).sum(1)
+            waiting = []
+    if waiting:
+        raise ValueError(
+            f'a layer got {sum(map(len, of_calls))} rows for {images} images: as many rows of each were expected'
+        )
+    return total
 
 
 @torch.enable_grad()
-def add_gradients(
-    gradients: Dict[str, HeadGradients],
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> Tensor:
-    """Adds a batch to the gradients of attention, by its names, and returns its loss.
-
-    Arguments and errors: see :func:`head_importance`. ``wanted`` says of a name whether the attention counts.
-    """
+def loss_and_gradients(
+    model: nn.Module, batch: Any, loss: Loss, wanted: Callable[[str], bool]
+) -> Tuple[Tensor, Dict[str, Tensor]]:
+    """Returns the loss of a batch, and by the names of attention ∂L/∂ξ of each image and head, ``(images, N_h)``."""
     outputs: List[Tuple[AnyAttention, Tensor]] = []
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
@@ -106,8 +78,7 @@ def add_gradients(
     for name, calls in of_calls.items():
         if not calls:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')
-        gradients.setdefault(name, HeadGradients()).add(calls, images[0])
-    return value
+    return value, {name: of_images(calls, images[0]) for name, calls in of_calls.items()}
 
 
 @torch.inference_mode(False)
@@ -145,16 +116,25 @@ def head_importance(
         >>> importance['blocks.0.attn'].shape, round(importance['blocks.0.attn'].norm().item(), 6)
         (torch.Size([3]), 1.0)
     """
-    gradients: Dict[str, HeadGradients] = {}
-    number = -1
+    total: Dict[str, Tensor] = {}
+    number, images = -1, 0
     with evaluating(model):
         for number, batch in enumerate(batches):
-            check_finite(add_gradients(gradients, model, batch, loss, chosen_by(layers)), number)
+            value, gradients = loss_and_gradients(model, batch, loss, chosen_by(layers))
+            check_finite(value, number)
+            for name, own in gradients.items():
+                total[name] = total.get(name, 0) + own.abs().sum(0).cpu()
+            images += max(map(len, gradients.values()), default=0)
     if number < 0:
         raise ValueError('batches are none, but at least one is needed')
-    if not gradients:
+    if not total:
         raise ValueError(f'no attention of a {type(model).__name__} was seen with layers={shown(layers)}')
-    return {name: own.mean(normalize) for name, own in gradients.items()}
+    return {name: normalized(own) if normalize else own / images for name, own in total.items()}
+
+
+def normalized(importance: Tensor) -> Tensor:
+    """Returns the importances of a layer's heads, ``(N_h,)``, by their l2 norm; those that are all 0 stay."""
+    return importance / (importance.norm() or 1)
 
 
 def loss_and_right(value: Any) -> Tuple[Tensor, Optional[float]]:
@@ -267,9 +247,10 @@ def least_important(
     keep: Optional[int] = None,
     multiply_adds: Optional[float] = None,
     costs: Optional[Tuple[float, Mapping[str, Tensor]]] = None,
-    allow_empty: bool = False,
 ) -> Dict[str, List[int]]:
     """Returns the heads to remove, the least important first, over all layers (Michel et al. 2019, section 4).
+
+    The most important head of a layer stays.
 
     Args:
         importance (Mapping[str, Tensor]): Of each head by the name of the layer, of
@@ -279,8 +260,6 @@ def least_important(
         multiply_adds (float, optional): The share of the model's multiply-adds that stays, above 0, up to 1. Defaults
             to None.
         costs (tuple, optional): Of :func:`head_costs`, for ``multiply_adds``. Defaults to None.
-        allow_empty (bool): Whether all heads of a layer may go; otherwise its most important one stays. Defaults to
-            False.
 
     Returns:
         dict[str, list[int]]: By the name of the layer, rising; layers that lose none are left out.
@@ -303,9 +282,8 @@ def least_important(
                 'or the loss of some is not a finite number'
             )
     ranked = sorted((value, name, head) for name, own in importance.items() for head, value in enumerate(own.tolist()))
-    if not allow_empty:
-        best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
-        ranked = [entry for entry in ranked if entry[1:] not in best]
+    best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
+    ranked = [entry for entry in ranked if entry[1:] not in best]
     number = sum(map(len, importance.values()))
     if keep is not None and keep > number:
         raise ValueError(f'keep={keep} must be at most {number}, the number of heads')

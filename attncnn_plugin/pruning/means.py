@@ -1,13 +1,12 @@
 """What heads give on average, and how the rest of a layer makes up for heads that go (C20, appendix E)."""
 
-import copy
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import ImageAttention
 from ..attention.tokens import GridAttention
 from ..heads.found import Heads
 from ..heads.seen import AnyAttention, FunctionsSeen, OwnAttention, watching
@@ -109,14 +108,10 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
         raise ValueError(
             'the mean output of the heads is not finite: the model ran on no images, or on some for which it is not'
         )
-    exact = copy.deepcopy(output).double()
-    if isinstance(output, GroupedLinear):
-        of_heads = torch.stack([own * (head in heads) for head, own in enumerate(mean)])[:, None]  # (N_h, Q = 1, C)
-    else:
-        of_heads = exact.weight.new_zeros(exact.weight.shape[1])
-        for head in heads:
-            of_heads[layer.output_entries([head])] = mean[head].to(of_heads)
-    output.bias.add_((exact(of_heads.to(exact.weight)).flatten() - exact.bias).to(output.bias))
+    weight = output.weight.double().unflatten(0, (getattr(output, 'groups', 1), -1))  # of groups of channels
+    of_heads = [weight[..., layer.output_entries([head])] for head in heads]
+    added = [own @ mean[head].to(own).view(len(own), -1, 1) for head, own in zip(heads, of_heads)]
+    output.bias.add_(sum(added).flatten().to(output.bias))
 
 
 def takes_duplicates(layer: Heads) -> bool:

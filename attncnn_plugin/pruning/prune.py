@@ -1,8 +1,9 @@
 """Heads removed from any model, with a proof: what is left computes what the model did with their outputs at zero."""
 
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from itertools import islice
-from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -131,10 +132,10 @@ def prune_heads(
     check_not_distributed(model)
     layers: Dict[str, Heads] = dict(own_heads(model))
     run = None
-    if inputs is not None or not _have_names(layers, heads):
-        with suppress(ValueError) if layers and inputs is None else nullcontext():  # another name is wrong then
-            run = example_run(model, inputs, call)
-            layers.update(seen_heads(model, run))
+    with suppress(ValueError) if layers and inputs is None else nullcontext():  # what the model takes may be unknown
+        run = example_run(model, inputs, call)
+    if run is not None:
+        layers.update(seen_heads(model, run))
     named = layer_names(layers, heads)
     named = {name: layers[name].check_heads(named[name], allow_empty) for name in layers if name in named}
     named = {name: own for name, own in named.items() if own}
@@ -147,7 +148,8 @@ def prune_heads(
     sizes = {name: number_of_parameters(module) for name, module in modules.items()}
     replaced: Dict[nn.Parameter, Successor] = {}
     difference = None
-    expected = None if run is None else computed(model, run, layers, named, named)
+    compute = partial(computed, model, run, layers, numbers, named)
+    expected = {} if run is None else compute(named)
     with all_or_nothing([model]):
         left = dict(named)
         for name, layer in layers.items():
@@ -156,9 +158,9 @@ def prune_heads(
         for kind in dict.fromkeys(type(model.get_submodule(name)) for name in left):
             chosen = [name for name in left if type(model.get_submodule(name)) is kind]
             of_kind = {name: left.pop(name) for name in chosen}
-            replaced.update(_cut_and_compare(model, run, layers, of_kind, left, named, expected))
-        if run is not None and expected is not None:
-            difference = compare(expected, computed(model, run, layers, {}, named), named)
+            replaced.update(_cut_and_compare(model, layers, of_kind, lambda: compare(expected, compute(left))))
+        if run is not None:
+            difference = compare(expected, compute({}))
     changes = []
     for name, gone in named.items():
         words = number_of_heads(numbers[name]), number_of_heads(numbers[name] - len(gone))
@@ -169,17 +171,6 @@ def prune_heads(
 def own_heads(model: nn.Module) -> Dict[str, PrunableHeads]:
     """Returns the layers of this package in a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
-
-
-def _have_names(layers: Mapping[str, Heads], heads: Mapping[Union[str, int], Any]) -> bool:
-    """Says whether layers of this package have all of the names."""
-    if not layers:
-        return False
-    try:
-        layer_names(layers, heads)
-    except ValueError:
-        return False
-    return True
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
@@ -219,22 +210,9 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
 
 
 def _cut_and_compare(
-    model: nn.Module,
-    run: Any,
-    layers: Mapping[str, Heads],
-    gone: Mapping[str, Sequence[int]],
-    left: Mapping[str, Sequence[int]],
-    named: Mapping[str, Sequence[int]],
-    expected: Any,
+    model: nn.Module, layers: Mapping[str, Heads], gone: Mapping[str, Sequence[int]], check: Callable[[], Any]
 ) -> Dict[nn.Parameter, Successor]:
-    """Cuts heads of layers of one kind out, and finds the way in which their modules can do with fewer.
-
-    Args:
-        gone (Mapping[str, Sequence[int]]): The heads of these layers.
-        left (Mapping[str, Sequence[int]]): Those of layers whose turn comes later, which a mask hides.
-        named (Mapping[str, Sequence[int]]): All heads that go.
-        expected (dict[str, list[Tensor]]): What the model computes with a mask for all of them.
-    """
+    """Cuts heads of layers of one kind out, and finds the way in which ``check`` finds nothing wrong with the model."""
     replaced: Dict[nn.Parameter, Successor] = {}
     shapes: Dict[str, Shapes] = {}
     homes: Dict[str, Any] = {}
@@ -258,7 +236,7 @@ def _cut_and_compare(
                     number = layers[name].num_heads - len(gone[name])
                     set_sizes(home, shapes[name], built, layers[name].num_heads, number, way)
                     write_record(home, built, number, way)
-                compare(expected, computed(model, run, layers, left, named), named)
+                check()
             return replaced
         except Exception as error:  # whatever a forward pass raises for sizes that do not fit
             failed.append(f'{type(error).__name__}: {error}')
@@ -282,17 +260,24 @@ def with_statistics(model: nn.Module, kept: Mapping[str, Tuple[int, Tensor]]) ->
 
 def computed(
     model: nn.Module,
-    run: Run,
+    run: Any,
     layers: Mapping[str, Heads],
+    numbers: Mapping[str, int],
+    gone: Mapping[str, Sequence[int]],
     masked: Mapping[str, Sequence[int]],
-    named: Mapping[str, Sequence[int]],
 ) -> Computed:
-    """Returns what a model computes with some heads masked: its output, those of layers, and those of their heads."""
+    """Returns what a model computes with some heads masked: its output, those of layers, and of heads that stay.
+
+    Args:
+        numbers (Mapping[str, int]): The numbers of heads, by layer, before any are cut out.
+        gone (Mapping[str, Sequence[int]]): All heads that go.
+        masked (Mapping[str, Sequence[int]]): Those that are not cut out yet.
+    """
     found: Computed = {}
     seen: List[Tuple[AnyAttention, Tensor]] = []
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
-        if attention.name.partition('#')[0] in named:
+        if attention.name.partition('#')[0] in gone:
             seen.append((attention, output))
         return output
 
@@ -300,7 +285,7 @@ def computed(
         found.setdefault(key, []).extend(islice(floats_in(output), 1))
 
     with evaluating(model), same_numbers(), torch.no_grad(), ExitStack() as stack:
-        for name in named:
+        for name in gone:
             home = model.get_submodule(getattr(layers[name], 'home', name))
             see = lambda module, args, output, name=name: note(f'the output of {name}', output)  # noqa: E731
             stack.enter_context(home.register_forward_hook(see))
@@ -308,11 +293,13 @@ def computed(
         stack.enter_context(watching(model, touch=touch))
         note('the output', run())
     for attention, output in seen:
-        found[f'heads of {attention.name}'] = list(attention.of_heads(output))
+        name, heads = attention.name.partition('#')[0], list(attention.of_heads(output))
+        own = [head for number, head in enumerate(heads) if number not in gone[name] or len(heads) < numbers[name]]
+        found.setdefault(f'heads of {attention.name}', []).extend(own)
     return found
 
 
-def compare(expected: Computed, found: Computed, gone: Mapping[str, Sequence[int]]) -> float:
+def compare(expected: Computed, found: Computed) -> float:
     """Returns the largest difference between what two models computed, relative to the largest entry of each.
 
     Raises:
@@ -320,14 +307,9 @@ def compare(expected: Computed, found: Computed, gone: Mapping[str, Sequence[int
     """
     largest = 0.0
     for key, tensors in expected.items():
-        if key.startswith('heads of '):
-            name = key[len('heads of ') :].partition('#')[0]
-            tensors = [
-                own for head, own in enumerate(tensors) if head not in gone[name] or len(tensors) == len(found[key])
-            ]
         if [own.shape for own in tensors] != [own.shape for own in found.get(key, [])]:
             raise ValueError(f'{key} has other shapes')
-        for own, other in zip(tensors, found[key]):
+        for own, other in zip(tensors, found.get(key, [])):
             if own.numel():
                 scale = float(own[own.isfinite()].abs().amax()) if own.isfinite().any() else 1.0
                 same = (own == other) | own.isnan() & other.isnan()

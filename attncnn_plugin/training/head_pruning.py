@@ -1,10 +1,11 @@
 """Heads that go in a training: judged by criteria, and removed while the optimizer keeps training what is left."""
 
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
+from ..attention.window import shown
 from ..change import Change, all_or_nothing, check_not_distributed
 from ..heads.found import FoundHeads, Heads, find_entries
 from ..pruning import (
     find_degenerate_heads,
     head_costs,
+    head_importance,
     least_important,
     prunable_heads,
     prune_heads,
@@ -33,7 +36,7 @@ from ..pruning.criteria import (
     exact_maps,
     relative_entropy_of_maps,
 )
-from ..pruning.importance import HeadGradients, Loss, add_gradients, check_amount, counting
+from ..pruning.importance import Loss, check_amount, counting, normalized
 from ..pruning.means import HeadMeans, fold_into_bias, head_means, merge_duplicate, takes_duplicates
 from ..pruning.prune import check_prunable, example_run
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
@@ -41,6 +44,7 @@ from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncom
 IMPORTANCE = 'importance'
 
 Costs = Tuple[float, Dict[str, Tensor]]
+Scores = Callable[[nn.Module, List[Any], Loss], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,13 @@ class JudgedHeads:
         heads (dict[str, list[int]]): By the name of the layer, those of them that go: the least uniform head of a layer
             stays. Layers that lose none are left out.
         means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
-        example (Any): The first batch; None without images.
+        example (Sequence): The first batch; none without images.
     """
 
     reports: Dict[str, DegeneracyReport]
     heads: Dict[str, List[int]]
     means: Dict[str, HeadMeans]
-    example: Any = None
+    example: Sequence[Any] = ()
 
 
 class PruneHeads:
@@ -77,11 +81,14 @@ class PruneHeads:
         loss (Callable, optional): ``loss(model, batch)`` is the mean loss of a batch; it calls the model once, with the
             images first. Defaults to the cross-entropy of images and labels, ``(images, labels)``, or the ``loss`` that
             a model of Hugging Face computes from a dict. Without importance it need not be a loss.
-        keep (int, optional): The number of heads of all layers that stay, the most important ones, see
-            :func:`~attncnn_plugin.pruning.head_importance`. Defaults to None.
+        keep (int, optional): The number of heads of all layers that stay, the most important ones. Defaults to None.
         threshold (float, optional): The importance below which heads go. Defaults to None.
         multiply_adds (float, optional): The share of the model's multiply-adds that stays, at each of the epochs of
             those that are left by then. Defaults to None.
+        by (Callable, optional): What is called importance: ``by(model, batches, loss)`` gives that of the heads of each
+            layer by name, ``(N_h,)``, such as ``lambda *args: head_ablation(*args).zero_loss``. In distributed
+            training it is the mean over the images of all ranks. Defaults to
+            :func:`~attncnn_plugin.pruning.head_importance`.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
             too, and go first. Defaults to none.
         layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
@@ -102,6 +109,7 @@ class PruneHeads:
         keep: Optional[int] = None,
         threshold: Optional[float] = None,
         multiply_adds: Optional[float] = None,
+        by: Optional[Scores] = None,
         criteria: Sequence = (),
         layers: str = '*',
         bias_correction: bool = True,
@@ -116,24 +124,17 @@ class PruneHeads:
             )
         if self.amount:
             check_amount(**amount)
-        self.batches, self.loss = batches, loss or loss_of_batch
+        self.batches, self.loss, self.by = batches, loss or loss_of_batch, by
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
-        batch = next(iter(self.batches if batches is None else batches), None)
-        with random_numbers_kept(), torch.no_grad():
-            try:
-                found = prunable_heads(model) if batch is None else prunable_heads(model, batch, self.loss)
-            except ValueError:
-                if batch is not None:
-                    raise
-                found = {}  # what the model takes is unknown
+        found: Dict[str, Heads] = {}
+        batch = next(iter(self._some(batches, 1)), None)
+        unknown = suppress(ValueError) if batch is None else nullcontext()  # what the model takes
+        with random_numbers_kept(), torch.no_grad(), unknown:
+            found = prunable_heads(model, batch, self.loss)
         return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
-
-    def needs_images(self, model: nn.Module) -> bool:
-        """Returns True if a layer depends on content, or the loss decides."""
-        return bool(self.amount) or any(map(depends_on_content, self.layers(model).values()))
 
     def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are.
@@ -147,11 +148,12 @@ class PruneHeads:
         """
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
-        batches = list(itertools.islice(self.batches, 1))
+        batches = self._some(None, 1)
         layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
-        self._find(model, layers, batches[0] if batches else None)
+        self._find(model, layers, *batches)
         for name, layer in layers.items():
-            check_prunable(model, name, layer)
+            if layer.num_heads > 1:  # the last one stays
+                check_prunable(model, name, layer)
             try:
                 layer.check_heads([0] if layer.num_heads > 1 else [], allow_empty=True)
                 if self.criteria:
@@ -184,7 +186,8 @@ class PruneHeads:
         """
         if epoch > max(self.epochs, default=-1):
             return None
-        self.check(model)  # a mistake must not wait for the epoch of pruning
+        with on_all_ranks():
+            self.check(model)  # a mistake must not wait for the epoch of pruning
         if epoch not in self.epochs:
             return None
         model = uncompiled(model)
@@ -215,40 +218,41 @@ class PruneHeads:
             size (tuple[int, ...], optional): Height and width of the grid in tokens, for position-only attention.
                 Defaults to that of the batches.
         """
-        batches, costs = list(self.batches if batches is None else batches), None
-        layers = self.layers(model, batches)
-        seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
-        gradients: Dict[str, HeadGradients] = {}
-        judged_by_loss = [name for name, layer in layers.items() if self.amount and layer.num_heads > 0]
-        by_loss = lambda name: name.partition('#')[0] in judged_by_loss  # noqa: E731
+        batches, costs, images = self._some(batches), None, []
+        importance: Dict[str, Tensor] = {}
         with on_all_ranks(), random_numbers_kept(), evaluating(model), torch.no_grad():
             if not batches and size is None:
                 raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
+            layers = self.layers(model, batches)
+            seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
             wanted = lambda name: name.partition('#')[0] in layers  # noqa: E731
-            with head_means(model, wanted) as means, observed_attention(model, seen) as observed:
+            observing = observed_attention(model, seen)
+            with head_means(model, wanted) as means, observing as observed, counting(model, images):
                 for batch in batches:
                     self.loss(model, batch)
-            for batch in batches if judged_by_loss else ():
-                add_gradients(gradients, model, batch, self.loss, by_loss)
+            if batches and self.amount:
+                importance = self._importance(model, batches, layers)
             if batches and 'multiply_adds' in self.amount:
                 costs = self._costs(model, batches[0], layers)
         device = next(model.parameters()).device
-        _add_ranks(device, means, 'total', 'count')
-        _add_ranks(device, observed, 'entropy', 'from_uniform', 'distances', 'count')
-        _add_ranks(device, gradients, 'total', 'count')
+        _add_ranks(device, [part for own in means.values() for part in (own.total, own.count)])
+        _add_ranks(device, [part for own in observed.values() for part in vars(own).values()])
+        count = torch.tensor(float(sum(images)), device='cpu')
+        importance = {name: own * count for name, own in importance.items()}
+        _add_ranks(device, [*importance.values(), count])
         sizes = {name: means[name].size or size if name in means else size for name in layers}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {name: own.mean(normalize=True) for name, own in gradients.items()}
+            importance = {name: normalized(own) if self.by is None else own / count for name, own in importance.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
-        for name, found in heads.items():
-            if len(found) == reports[name].num_heads:
-                found.remove(_least_uniform(layers[name], observed.get(name), sizes[name]))
-        judged = [reports, {name: found for name, found in heads.items() if found}]
+        for name, gone in heads.items():
+            if len(gone) == reports[name].num_heads:
+                gone.remove(_least_uniform(layers[name], observed.get(name), sizes[name]))
+        judged = [reports, {name: gone for name, gone in heads.items() if gone}]
         if _is_distributed():
             dist.broadcast_object_list(judged)
-        return JudgedHeads(judged[0], judged[1], means, batches[0] if batches else None)
+        return JudgedHeads(judged[0], judged[1], means, batches[:1])
 
     def remove(
         self,
@@ -274,8 +278,7 @@ class PruneHeads:
                 changed then.
         """
         models, optimizers = [model, *copies], list(optimizers)
-        example = [] if judged.example is None else [judged.example]
-        layers = [self.layers(own, example) for own in models]
+        layers = [self.layers(own, judged.example) for own in models]
         numbers = {name: layers[0][name].num_heads for name in judged.heads}
         for own, of_model in zip(models, layers):
             found = {name: layer.num_heads for name, layer in of_model.items()}
@@ -287,25 +290,24 @@ class PruneHeads:
         values: List[Tensor] = []
         if self.bias_correction:
             for own, of_model in zip(models, layers):
-                self._find(own, {name: of_model[name] for name in judged.heads}, judged.example)
+                self._find(own, {name: of_model[name] for name in judged.heads}, *judged.example)
                 outputs = [of_model[name].output for name in judged.heads]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
-        with all_or_nothing(models, optimizers, values):
+        with all_or_nothing(models, optimizers, values), on_all_ranks():
             for of_model in layers:
                 self._make_up(of_model, judged)
-            call = None if judged.example is None else self.loss
-            changes = [prune_heads(own, judged.heads, judged.example, call=call) for own in models]
+            changes = [prune_heads(own, judged.heads, *judged.example, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
         return changes[0]
 
-    def _find(self, model: nn.Module, layers: Mapping[str, Heads], batch: Any) -> None:
+    def _find(self, model: nn.Module, layers: Mapping[str, Heads], *batch: Any) -> None:
         """Finds the entries of the heads of layers of other libraries."""
         found = [layer for layer in layers.values() if isinstance(layer, FoundHeads)]
         if not found:
             return
         with random_numbers_kept():
-            find_entries(model, found, (lambda: self.loss(model, batch)) if batch is not None else example_run(model))
+            find_entries(model, found, partial(self.loss, model, *batch) if batch else example_run(model))
 
     def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
         """Has what stays in a layer do on average what the heads did that go."""
@@ -320,6 +322,23 @@ class PruneHeads:
                 merge_duplicate(layer, head, kept)
             if getattr(layer.output, 'bias', None) is not None and name in judged.means:
                 fold_into_bias(layer, [head for head in heads if head not in duplicates], judged.means[name].mean)
+
+    def _some(self, batches: Optional[Iterable[Any]], number: Optional[int] = None) -> List[Any]:
+        """Returns the first of some batches; a data loader draws a random number when it begins."""
+        with random_numbers_kept():
+            return list(itertools.islice(self.batches if batches is None else batches, number))
+
+    def _importance(self, model: nn.Module, batches: List[Any], layers: Mapping[str, Heads]) -> Dict[str, Tensor]:
+        numbers = {name: layer.num_heads for name, layer in layers.items() if layer.num_heads > 0}
+        by = self.by or partial(head_importance, normalize=False, layers=list(numbers))
+        found = by(model, batches, self.loss) if numbers else {}
+        for name, number in numbers.items():
+            if getattr(found.get(name), 'shape', None) != (number,):
+                raise ValueError(
+                    f'by(model, batches, loss) of PruneHeads gave {shown(found.get(name))} for {name}, but a tensor of '
+                    f'shape ({number},) is needed, a number for each head'
+                )
+        return {name: found[name].double().cpu() for name in numbers}
 
     def _report(
         self, layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]
@@ -357,7 +376,7 @@ class PruneHeads:
         images: List[int] = []
         with counting(model, images):
             total, costs = head_costs(model, lambda: self.loss(model, batch))
-        return total / sum(images), {name: costs[name] / sum(images) for name in layers}
+        return total / images[-1], {name: costs[name] / images[-1] for name in layers}
 
 
 def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
@@ -405,18 +424,14 @@ def on_all_ranks() -> Iterator[None]:
         dist.all_gather_object(found, error and f'{type(error).__name__}: {error}')
         others = [f'rank {rank} raised {text}' for rank, text in enumerate(found) if text]
         if others and error is None:
-            raise RuntimeError(f'heads cannot be judged: {"; ".join(others)}')
+            raise RuntimeError(f'no heads are removed: {"; ".join(others)}')
     if error is not None:
         raise error
 
 
-def _add_ranks(device: torch.device, sums: Mapping[str, Any], *names: str) -> None:
+def _add_ranks(device: torch.device, sums: Iterable[Tensor]) -> None:
     """Adds the sums of all ranks, in place; they meet on the device of the model."""
-    if not _is_distributed():
-        return
-    for own in sums.values():
-        for name in names:
-            value = getattr(own, name)
-            of_ranks = value.to(device)
-            dist.all_reduce(of_ranks)
-            value.copy_(of_ranks)
+    for own in sums if _is_distributed() else ():
+        of_ranks = own.to(device)
+        dist.all_reduce(of_ranks)
+        own.copy_(of_ranks)

@@ -7,6 +7,9 @@ import timm
 import torch
 import torchvision
 
+from attncnn_plugin.attention.heads import PrunableHeads
+from attncnn_plugin.pruning import prunable_heads
+
 from .small import small_model, small_timm, trained_like
 
 SIZE = 32
@@ -112,6 +115,15 @@ def output_of(model, images):
         if hasattr(output, name):
             return getattr(output, name)
     return output[-1] if isinstance(output, tuple) else output
+
+
+def output_map(model, name, head):
+    """The map that takes the outputs of all heads of a layer, and the columns of one; they lie one after the other."""
+    layer, module = prunable_heads(model)[name], model.get_submodule(name)
+    if isinstance(layer, PrunableHeads):
+        return layer.output, layer.output_entries([head])
+    output = next(getattr(module, own) for own in ('proj', 'out_proj', 'o_proj') if hasattr(module, own))
+    return output, torch.arange(output.in_features).view(layer.num_heads, -1)[head]
 
 
 def small_classifier(name):

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.small import small_timm, trained_like
-from helpers.vits import SIZE, output_of, small_classifier, small_vit
+from helpers.vits import SIZE, output_map, output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attncnn_plugin.pruning import head_ablation, head_costs, head_importance, prunable_heads, prune_heads
-from attncnn_plugin.pruning.prune import fold_into_bias, head_means
+from attncnn_plugin.pruning.means import head_means
 from attncnn_plugin.training import PruneHeads
 
 
@@ -20,23 +20,27 @@ def loss_and_right(model, batch):
     return F.cross_entropy(logits, batch[1]), (logits.argmax(1) == batch[1]).sum()
 
 
-def by_pruning(model, batches, loss, head, name, kind):
-    """Loss and accuracy of a copy without the head, over all images at once."""
-    pruned = copy.deepcopy(model).eval()
+def without(model, batches, loss, head, name, kind, prune=False):
+    """Loss and accuracy of a copy without the head, over all images at once: its columns are zero, or it is pruned."""
+    copied = copy.deepcopy(model).eval()
     images, labels = (torch.cat(parts) for parts in zip(*batches))
+    output, columns = output_map(copied, name, head)
     with torch.no_grad():
         if kind == 'mean':
-            layer = prunable_heads(pruned)[name]
-            with head_means([layer]) as (means,):
-                output_of(pruned, images)
-            fold_into_bias(layer, [head], means.mean)
-        prune_heads(pruned, {name: [head]}, allow_empty=True)
-        mean, right = loss(pruned, (images, labels))
+            with head_means(copied) as means:
+                output_of(copied, images)
+            mean = means[name].mean[head].to(output.weight)
+            output.bias.add_((output.weight[..., columns] @ mean).flatten())
+        if prune:
+            prune_heads(copied, {name: [head]}, images)
+        else:
+            output.weight[..., columns] = 0
+        mean, right = loss(copied, (images, labels))
     return mean.item(), right.item() / len(images)
 
 
 def check(ablation, model, batches, exact):
-    """Compares every head with a pruned copy; returns the sizes of the changes of the loss."""
+    """Compares every head with a copy without it; returns the sizes of the changes of the loss."""
     changes = []
     for kind in ('mean', 'zero'):
         of_loss, of_accuracy = getattr(ablation, f'{kind}_loss'), getattr(ablation, f'{kind}_accuracy')
@@ -44,7 +48,7 @@ def check(ablation, model, batches, exact):
         for layer, own in prunable_heads(model).items():
             assert of_loss[layer].shape == of_accuracy[layer].shape == (own.num_heads,)
             for head in range(own.num_heads):
-                mean, accuracy = by_pruning(model, batches, loss_and_right, head, layer, kind)
+                mean, accuracy = without(model, batches, loss_and_right, head, layer, kind)
                 torch.testing.assert_close((ablation.loss + of_loss[layer][head]).item(), mean, **exact)
                 torch.testing.assert_close((ablation.accuracy + of_accuracy[layer][head]).item(), accuracy, **exact)
                 changes.append(abs(of_loss[layer][head].item()))
@@ -76,6 +80,9 @@ def test_ablation_is_that_of_a_pruned_copy(name, dtype):
     exact = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-4)
     changes = check(ablation, model, batches, exact)
     assert max(changes) > 1e-3  # something changed
+    layer = list(prunable_heads(model))[-1]
+    mean, accuracy = without(model, batches, loss_and_right, 1, layer, 'mean', prune=True)
+    torch.testing.assert_close((ablation.loss + ablation.mean_loss[layer][1]).item(), mean, **exact)
     importance = head_importance(model, batches, lambda *args: loss_and_right(*args)[0], normalize=False)
     for layer, values in head_importance(model, batches, loss_and_right).items():  # takes the same function
         assert torch.equal(ablation.importance[layer], importance[layer])

@@ -33,6 +33,7 @@ warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', 
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
+from attncnn_plugin.pruning.criteria import depends_on_content
 from attncnn_plugin.pruning.importance import Loss, check_amount
 from attncnn_plugin.training import PruneHeads
 from attncnn_plugin.training.head_pruning import IMPORTANCE, loss_of_batch
@@ -125,7 +126,7 @@ def named_heads(text: str) -> dict:
     return heads
 
 
-def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
+def judged_heads(loaded: LoadedModel, args: argparse.Namespace, image: Optional[torch.Tensor]) -> dict:
     """The heads that go by the criteria, all but one of a layer at most."""
     amount = dict(threshold=args.threshold, keep=args.keep, multiply_adds=args.multiply_adds)
     amount = {name: value for name, value in amount.items() if value is not None}
@@ -135,12 +136,14 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     if IMPORTANCE in args.criterion:
         check_amount(args.threshold, args.keep, args.multiply_adds)
     model = loaded.model
-    pruner = PruneHeads(loss=loss_of(args), criteria=criteria, layers=args.layers, **amount)
-    if not pruner.layers(model):
+    example = [] if args.config or image is None else [(image, torch.zeros(1, dtype=torch.long))]
+    pruner = PruneHeads(batches=example, loss=loss_of(args), criteria=criteria, layers=args.layers, **amount)
+    layers = pruner.layers(model)
+    if not layers:
         raise ValueError(f'--layers {args.layers}: there is {pruner.nothing}')
     pruner.check(model)
     batches, size = [], None
-    if pruner.needs_images(model):
+    if amount or any(map(depends_on_content, layers.values())):
         batches = itertools.islice(batches_of(loaded, args), args.num_batches)
     else:
         size = tuple(args.size or loaded.grid)
@@ -183,25 +186,18 @@ def batches_of(loaded: LoadedModel, args: argparse.Namespace) -> Iterable[Any]:
     return zip(loaded.inputs(images).split(BATCH_SIZE), torch.tensor(labels).split(BATCH_SIZE))
 
 
-def multiply_adds(loaded: LoadedModel) -> Optional[int]:
-    """Those of the model for an image; None where it does not say the size of its images."""
-    if loaded.input_shape is None:
-        return None
-    with torch.no_grad():
-        return head_costs(loaded.model, lambda: loaded.model(torch.zeros(1, *loaded.input_shape)))[0]
-
-
 def main() -> None:
     args = parse_args()
     try:
         loaded = load_model(args, args.config, args.weights)
         model = loaded.model
-        if not prunable_heads(model):
+        image = None if loaded.input_shape is None else torch.rand(1, *loaded.input_shape)
+        if not prunable_heads(model, image):
             sys.exit(f'the model of {loaded.name} has no attention with heads that can be removed')
-        heads = named_heads(args.heads) if args.heads is not None else judged_heads(loaded, args)
-        before = multiply_adds(loaded)
-        change = prune_heads(model, heads)
-        after = multiply_adds(loaded)
+        heads = named_heads(args.heads) if args.heads is not None else judged_heads(loaded, args, image)
+        before = None if image is None else head_costs(model, lambda: model(image))[0]
+        change = prune_heads(model, heads, image)
+        after = None if image is None else head_costs(model, lambda: model(image))[0]
         loaded.save(args.out)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))

@@ -3,8 +3,7 @@
 On a CPU their attention is computed by plain products: PyTorch's fused attention is slower there in short sequences.
 """
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, Dict
 
 import torch
 from mmengine.registry import HOOKS, WEIGHT_INITIALIZERS
@@ -12,8 +11,7 @@ from torch import nn
 
 from attncnn_plugin.mm.head_pruning import HeadPruningHook
 from attncnn_plugin.mm.initializers import ConvolutionalHeads, SineCosineEmbedding
-from attncnn_plugin.pruning import least_important, prunable_heads
-from attncnn_plugin.training.head_pruning import JudgedHeads
+from attncnn_plugin.pruning import prunable_heads
 from attncnn_plugin.transformers.impulse_and_mimetic import EMBEDDING_DEVIATION
 
 if not torch.cuda.is_available():
@@ -46,12 +44,11 @@ class ReleasedImpulse(ConvolutionalHeads):
 class RandomPruningHook(HeadPruningHook):
     """Removes heads that are drawn, the control of importance; one of each layer stays, as there."""
 
-    def __init__(self, keep: int, **options: Any) -> None:
-        super().__init__(keep=keep, **options)
-        judge = self.pruner.judge
+    def __init__(self, **options: Any) -> None:
+        super().__init__(by=drawn, **options)
 
-        def drawn(model: nn.Module, *args: Any) -> JudgedHeads:
-            numbers = {name: torch.rand(layer.num_heads) for name, layer in prunable_heads(model).items()}
-            return replace(judge(model, *args), heads=least_important(numbers, keep=keep))
 
-        self.pruner.judge = drawn
+def drawn(model: nn.Module, batches: Any, loss: Any) -> Dict[str, torch.Tensor]:
+    """Draws a number for each head."""
+    layers = prunable_heads(model, batches[0], loss)
+    return {name: torch.rand(layer.num_heads) for name, layer in layers.items()}

@@ -1,0 +1,321 @@
+"""Heads that a mask hides and that are removed: the same function and gradients, in any mode; and all or nothing."""
+
+import copy
+
+import pytest
+import torch
+from helpers.small import numbers, small_model, trained_like
+from helpers.vits import SIZE, output_map, output_of, small_vit
+from torch import nn
+
+from attncnn_plugin import AttentionRecorder, follow_state_dict
+from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.heads.sizes import RECORD, WAYS
+from attncnn_plugin.pruning import head_importance, masked_heads, prunable_heads, prune, prune_heads
+
+VIT = 'vit_tiny_patch16_224'
+IMAGES = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+TOKENS = IMAGES[:, 0, :6, :12]
+
+
+class Folded(nn.Module):
+    """Attention whose heads are in the batch, as in fairseq."""
+
+    def __init__(self, width=12, heads=3):
+        super().__init__()
+        self.heads, self.drop = heads, nn.Dropout(0.0)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            own(x).unflatten(2, (self.heads, -1)).transpose(1, 2).flatten(0, 1) for own in (self.q, self.k, self.v)
+        )
+        heads = torch.bmm(self.drop(torch.bmm(q, k.mT).softmax(-1)), v)
+        return self.out(heads.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2))
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
+
+
+CASES = {
+    'timm': (lambda: small_vit(VIT), IMAGES, {0: [1], 'blocks.1': [2, 0]}),
+    'Hugging Face': (lambda: small_vit('transformers.ViT'), IMAGES, {1: [0, 2]}),
+    'torch': (encoder, TOKENS, {'self_attn': [1]}),
+    'folded': (lambda: nn.Sequential(Folded(), nn.LayerNorm(12), Folded()), TOKENS, {'0': [0], '2': [0, 1]}),
+    'positions': (lambda: small_model('sa_generalized_cifar'), IMAGES[..., :16, :16], {0: [1], 1: [0, 1, 2]}),
+    'content': (lambda: small_model('cmhsa_narrow'), IMAGES[..., :16, :16], {1: [0, 8]}),
+    'convolution': (
+        lambda: nn.Sequential(conv_to_mhsa(nn.Conv2d(3, 6, 3, groups=3), content='additive', alpha=2)[0]),
+        IMAGES[..., :8, :8],
+        {'0': [0, 4]},
+    ),
+}
+
+
+def case_of(name):
+    torch.manual_seed(0)
+    build, inputs, heads = CASES[name]
+    return trained_like(build()).double(), inputs, heads
+
+
+def gradients(model, inputs):
+    output = output_of(model, inputs)
+    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    parameters = [own for own in model.parameters() if own.requires_grad and own.numel()]
+    return output, dict(zip(parameters, torch.autograd.grad((output * weights).sum(), parameters, allow_unused=True)))
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_mask_computes_and_trains_as_the_pruned_model(name):
+    model, inputs, heads = case_of(name)
+    model.train()
+    whole = output_of(model, inputs)
+    with masked_heads(model, heads):
+        expected, masked = gradients(model, inputs)
+    assert (expected - whole).abs().max() > 1e-6 and torch.equal(output_of(model, inputs), whole)
+    change = prune_heads(model, heads, inputs, allow_empty=True)
+    assert change.difference < 1e-9 and all(module.training for module in model.modules())
+    output, left = gradients(model, inputs)
+    exact = dict(rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(output, expected, **exact)
+    assert set(change.replaced) <= set(masked)
+    for parameter, gradient in masked.items():
+        own = change.replaced.get(parameter)
+        if gradient is not None and own is not None:
+            kept = own.inherit(gradient)
+            torch.testing.assert_close(kept.abs().sum(), gradient.abs().sum(), **exact)  # those that go have none
+            parameter, gradient = own.heir, kept
+        if left.get(parameter) is None:
+            assert gradient is None or not gradient.numel() or not gradient.any()
+        else:
+            torch.testing.assert_close(left[parameter], gradient, **exact)
+
+
+@pytest.mark.parametrize('name', ['timm', 'positions'])
+def test_a_mask_with_gradient_checkpointing(name):
+    """What is computed again has the mask, too."""
+    model, inputs, heads = case_of(name)
+    found = []
+    for checkpointing in (False, True):
+        model.train().set_grad_checkpointing(checkpointing)
+        with masked_heads(model, heads):
+            found.append(gradients(model, inputs)[1])
+    for parameter, gradient in found[0].items():
+        assert gradient is None or torch.equal(gradient, found[1][parameter])
+
+
+@pytest.mark.parametrize('name', ['timm', 'folded', 'positions'])
+def test_a_mask_in_training_with_dropout(name):
+    """It draws what the model draws, and without heads it changes no bit."""
+    model, inputs, heads = case_of(name)
+    for module in model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+
+    def run(given=None):
+        torch.manual_seed(3)
+        if given is None:
+            output = model(inputs)
+        else:
+            with masked_heads(model, given):
+                output = model(inputs)
+        return output, torch.get_rng_state()
+
+    (whole, state), (same, after) = run(), run({key: [] for key in heads})
+    assert torch.equal(whole, same) and torch.equal(state, after)
+    masked, after = run(heads)
+    layers = list(prunable_heads(model, inputs))
+    if name == 'timm':
+        for layer, gone in zip(layers, heads.values()):
+            for head in gone:
+                output, columns = output_map(model, layer, head)
+                output.weight.data[:, columns] = 0
+        torch.testing.assert_close(masked, run()[0], rtol=1e-9, atol=1e-11)
+    assert not torch.equal(masked, whole) and torch.equal(state, after)
+
+
+def test_masks_inside_of_masks_and_of_all_heads():
+    model, inputs, _ = case_of('timm')
+    with masked_heads(model, {0: [0, 2], 1: [0, 1, 2]}):
+        expected = model(inputs)
+    masks = [masked_heads(model, heads) for heads in ({0: [0]}, {1: range(3)}, {0: [2]})]
+    with AttentionRecorder(model) as recorder, masks[0], masks[1], masks[2]:
+        assert torch.equal(model(inputs), expected) and torch.equal(model(inputs), expected)
+    assert [list(maps) for maps in recorder.passes] == [['blocks.0.attn', 'blocks.1.attn']] * 2
+    with masked_heads(model, {0: [0, 2], 1: range(3)}):
+        with pytest.raises(RuntimeError):  # before heads were seen
+            model(inputs[:, :1])
+        assert torch.equal(model(inputs), expected)
+    for layer, heads in (('blocks.0.attn', [0, 2]), ('blocks.1.attn', [0, 1, 2])):
+        for head in heads:
+            output, columns = output_map(model, layer, head)
+            output.weight.data[:, columns] = 0
+    torch.testing.assert_close(model(inputs), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    'heads, message',
+    [
+        ({'blocks.7': [0]}, "heads of 'blocks.7' were given, but there are 0 .*: name one of blocks.0.attn, blocks.1"),
+        ({2: [0]}, 'heads of 2 were given, but there are 0'),
+        ({'blocks': [0]}, "heads of 'blocks' were given, but there are 2"),
+        ({0: [0], 'blocks.0.attn': [1]}, 'names a layer twice'),
+        ({0: [3]}, r'heads=\[3\] must be different heads from 0 to 2'),
+        ({0: [1, 1]}, 'must be different heads'),
+    ],
+)
+def test_refused_names_and_heads(heads, message):
+    """By both verbs; model and hooks are as before."""
+    model, inputs, _ = case_of('timm')
+    expected, before = model(inputs), [*model.parameters()]
+    with masked_heads(model, heads):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                model(inputs)
+    with pytest.raises(ValueError, match=message):
+        prune_heads(model, heads)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert all(a is b for a, b in zip(before, model.parameters())) and torch.equal(model(inputs), expected)
+
+
+@pytest.mark.parametrize('name', [VIT, 'beit_base_patch16_224', 'torchvision.SwinTransformer', 'transformers.Beit'])
+def test_removed_twice(name):
+    """Heads are counted among those there are now; what is left computes as if the others were zero."""
+    torch.manual_seed(0)
+    model = small_vit(name).double()
+    masked, fresh = copy.deepcopy(model), small_vit(name).double()
+    layer = list(prunable_heads(model))[-1]
+    prune_heads(model, {layer: [1]})
+    prune_heads(model, {layer: [0]})
+    for head in (0, 1):
+        output, columns = output_map(masked, layer, head)
+        output.weight.data[:, columns] = 0
+    expected = output_of(masked, IMAGES)
+    torch.testing.assert_close(output_of(model, IMAGES), expected, rtol=1e-9, atol=1e-11)
+    assert numbers(model)[-1] == 1
+    with pytest.raises(ValueError, match='are all heads of the layer'):  # whose forward pass needs one
+        prune_heads(model, {layer: [0]}, allow_empty=True)
+    follow_state_dict(fresh, model.state_dict())
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(output_of(fresh, IMAGES), output_of(model, IMAGES))
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_model_in_training(dtype):
+    """Modes, frozen parameters, gradients, buffers, random numbers and hooks are as before; each runs as the model."""
+    torch.manual_seed(0)
+    rates = dict(drop_rate=0.1, attn_drop_rate=0.1, proj_drop_rate=0.1, drop_path_rate=0.1)
+    model = nn.Sequential(nn.BatchNorm2d(3), trained_like(small_vit(VIT, **rates))).to(dtype).train()
+    vit, images = model[1], IMAGES.to(dtype)
+    vit.blocks[1].eval()
+    vit.blocks[0].attn.qkv.requires_grad_(False)
+    model.register_buffer('table', torch.randn(3, dtype=dtype))
+    model(images).sum().backward()
+    masked, modes = copy.deepcopy(model), [module.training for module in model.modules()]
+    for head in (0, 2):
+        output, columns = output_map(masked[1], 'blocks.0.attn', head)
+        output.weight.data[:, columns] = 0
+    buffers = {name: own.clone() for name, own in model.named_buffers()}
+    gradient, ran = vit.blocks[0].attn.proj.weight.grad, dict.fromkeys(model.modules(), 0)
+
+    def count(module, *_):
+        ran[module] += 1
+
+    handles = [module.register_forward_hook(count) for module in (model, vit, vit.blocks[0], vit.blocks[0].attn)]
+    state = torch.get_rng_state()
+    change = prune_heads(model, {'1.blocks.0.attn': [0, 2]}, images)
+    assert torch.equal(torch.get_rng_state(), state) and change.difference < torch.finfo(dtype).eps ** 0.6
+    assert [module.training for module in model.modules()] == modes and ran[model] > 0
+    assert {ran[module] for module in (vit, vit.blocks[0], vit.blocks[0].attn)} == {ran[model]}
+    for name, own in model.named_buffers():
+        assert name.endswith(RECORD) or torch.equal(own, buffers[name])
+    attention = vit.blocks[0].attn
+    assert not any(own.requires_grad for own in attention.qkv.parameters()) and attention.proj.weight.requires_grad
+    assert torch.equal(attention.proj.weight.grad, gradient[:, 8:16]) and attention.qkv.weight.grad is None
+    assert len(attention._forward_hooks) == 1 and not vit.blocks[1].attn._forward_hooks
+    for handle in handles:
+        handle.remove()
+    near = dict(rtol=1e-10, atol=1e-12) if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-4)
+    near = dict(rtol=0.1, atol=0.1) if dtype == torch.bfloat16 else near
+    torch.testing.assert_close(model.eval()(images), masked.eval()(images), **near)
+
+
+@pytest.mark.parametrize('batch_first', [False, True])
+@pytest.mark.parametrize('gone', [[1], [1, 2, 3]])
+def test_unbatched_tokens(gone, batch_first):
+    """Of ``nn.MultiheadAttention``, with one head left too; weights are those of the heads that are left."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({'a': nn.MultiheadAttention(32, 4, batch_first=batch_first)}).double().eval()
+    x, kept = torch.randn(7, 32, dtype=torch.float64), [head for head in range(4) if head not in gone]
+    whole = copy.deepcopy(model['a'])
+    for head in gone:
+        whole.out_proj.weight.data[:, 8 * head : 8 * head + 8] = 0
+    call = lambda own, tokens: own['a'](tokens, tokens, tokens)  # noqa: E731
+    for tokens in (x, torch.stack([x, 2 * x])):
+        less = copy.deepcopy(model)
+        prune_heads(less, {'a': gone}, tokens, call=call)
+        for own in (x, torch.stack([x, 2 * x])):
+            output, weights = less['a'](own, own, own, average_attn_weights=False)
+            expected, of_all = whole(own, own, own, average_attn_weights=False)
+            torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(weights, of_all[..., kept, :, :], rtol=1e-10, atol=1e-12)
+
+
+class Stop(BaseException):
+    """Nothing may take it for a way that does not fit."""
+
+
+def everything(model):
+    held = [own for module in model.modules() for own in (vars(module), *vars(module).values())]
+    shallow = [list(own.items()) for own in held if isinstance(own, dict)]
+    values = {name: own.detach().clone() for name, own in model.state_dict(keep_vars=True).items()}
+    return [*model.parameters(), *model.buffers()], shallow, values
+
+
+@pytest.mark.parametrize('way', range(len(WAYS)))
+def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
+    """By an error after it has changed all sizes, and by a stop; and where none fits, the error says so."""
+    model, inputs, _ = case_of('timm')
+    before, whole, tried = everything(model), prune.set_sizes, []
+
+    def fails(module, *args):
+        whole(module, *args)
+        tried.append(args[-1])
+        if args[-1] == WAYS[way]:
+            raise Stop
+        raise ValueError('such a size')
+
+    monkeypatch.setattr(prune, 'set_sizes', fails)
+    with pytest.raises(Stop):
+        prune_heads(model, {0: [1], 1: [0]}, inputs)
+    assert tried == list(WAYS[: way + 1])
+    if way == 0:
+        monkeypatch.setattr(prune, 'set_sizes', lambda *args: fails(*args[:-1], -1))
+        with pytest.raises(TypeError, match=r'of blocks.0.attn, blocks.1.attn cannot be removed: .* such a size'):
+            prune_heads(model, {0: [1], 1: [0]}, inputs)
+    parameters, shallow, values = everything(model)
+    assert all(a is b for a, b in zip(parameters, before[0])) and len(parameters) == len(before[0])
+    for now, then in zip(shallow, before[1]):
+        assert [key for key, _ in now] == [key for key, _ in then]
+        assert all(a is b or a == b for (_, a), (_, b) in zip(now, then) if not isinstance(a, torch.Tensor))
+    assert all(torch.equal(values[name], own) for name, own in before[2].items())
+    monkeypatch.undo()
+    prune_heads(model, {0: [1], 1: [0]}, inputs)
+    assert numbers(model) == [2, 2]
+    loss = lambda model, images: model(images).square().mean()  # noqa: E731
+    assert {len(own) for own in head_importance(model, [inputs], loss).values()} == {2}
+
+
+def test_all_forms_of_a_failed_comparison(monkeypatch):
+    """A model that computes something else with fewer heads is put back, and the error says by how much."""
+
+    class Scaled(Folded):
+        def forward(self, x):
+            return super().forward(x) * self.heads
+
+    model = nn.Sequential(Scaled()).double()
+    before, expected = everything(model), model(TOKENS)
+    with pytest.raises(TypeError, match='a Scaled cannot run with fewer, or computes something else .*differs by 0.'):
+        prune_heads(model, {'0': [1]}, TOKENS)
+    assert all(a is b for a, b in zip(everything(model)[0], before[0])) and torch.equal(model(TOKENS), expected)
