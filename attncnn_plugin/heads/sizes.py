@@ -24,7 +24,7 @@ WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
 IS_SIZE = re.compile('dim|size|width|channel|group')  # in the name of a number that is not one of heads
-IS_WIDTH = re.compile('dim|width|head_size|channel|feature|hidden')  # in that of a number of channels
+IS_WIDTH = re.compile('all_head|^(?!.*head).*(dim|width|channel|feature|hidden)')  # in that of a number of channels
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
 
 
@@ -56,9 +56,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         path, _, leaf = name.rpartition('.')
         owners.append(module.get_submodule(path))
         _set_sizes_of_map(owners[-1], leaf, old, new)
-        for was, own in zip(old, new):
-            if was != own:  # of one map, two or three
-                widths.update({was // maps: own // maps for maps in (3, 2, 1) if was % maps == own % maps == 0})
+        widths.update({was: own for was, own in zip(old, new) if was != own})
     forget_caches(module)
     views = 0
     for part in module.modules():
