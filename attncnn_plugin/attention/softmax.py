@@ -17,5 +17,7 @@ def softmax(scores: Tensor) -> Tensor:
 
 
 def without_subnormals(probs: Tensor) -> Tensor:
-    """Sets probabilities below 2⁻¹⁰⁰ to 0, those of a product of two distributions for instance."""
-    return F.threshold(probs, LEAST, 0.0)
+    """Sets probabilities below 2⁻¹⁰⁰ to 0 in place, those of a product of two distributions for instance."""
+    # As data: softmax has kept them for its gradient, in which a number that small is as good as 0.
+    F.threshold(probs.data, LEAST, 0.0, True)
+    return probs
