@@ -229,7 +229,8 @@ class ContentAttention(GridAttention):
 
     def heads(self, x: Tensor) -> Tensor:
         probs = self.attn_drop(softmax(self._scores(x))).to(x.dtype)
-        return (probs.flatten(1, 2) @ x.flatten(1, 2)).reshape(*x.shape[:3], -1)
+        heads = probs.flatten(1, 2) @ x.flatten(1, 2)
+        return heads.unflatten(1, (*x.shape[1:3], self.num_heads)).flatten(3)
 
     def attention_scores(self, x: Tensor) -> Tensor:
         return self._scores(x).transpose(1, 2)
@@ -263,7 +264,7 @@ class ContentAttention(GridAttention):
         return head_products(query.flatten(1, 2), self.key(x).flatten(1, 2), self.num_heads)
 
     def _position_terms(self, query: Tensor) -> List[Tensor]:
-        """Returns the terms of q·r_δ/√D or v·r_δ, which broadcast to ``(B, H*W, N_h, H, W)``, of ``(B, H, W, N_h·D)``."""
+        """Returns the terms of q·r_δ/√D or v·r_δ, ``(B, H*W, N_h, H, W)`` where they broadcast, of queries."""
         height, width = query.shape[1:3]
         if self.tables is None:
             return [self.encoding.scores((height, width)).transpose(0, 1).unflatten(2, (height, width))]
