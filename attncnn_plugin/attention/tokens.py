@@ -70,9 +70,13 @@ class GridAttention(PrunableHeads):
 
     def heads(self, x: Tensor) -> Tensor:
         """Computes P_h X of all heads side by side, ``(B, H, W, N_h·D)``."""
-        probs = self.attn_drop(self.position_probs(x.shape[1:3])).to(x.dtype)
-        heads = torch.einsum('hqk,bkd->bqhd', probs, x.flatten(1, 2))
-        return heads.flatten(2).unflatten(1, x.shape[1:3])
+        probs = self.attn_drop(self._probs(x)).to(x.dtype)
+        heads = probs.flatten(-3, -2) @ x.flatten(1, 2)  # side by side for each query
+        return heads.unflatten(1, (*x.shape[1:3], self.num_heads)).flatten(3)
+
+    def _probs(self, x: Tensor) -> Tensor:
+        """Returns the probabilities of an input, ``(H*W, N_h, H*W)`` or ``(B, H*W, N_h, H*W)``."""
+        return self.attention_probs(x.shape[1:3]).transpose(0, 1)
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         return softmax(self.encoding.scores(size))
@@ -227,10 +231,8 @@ class ContentAttention(GridAttention):
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, position={self.position!r}'
 
-    def heads(self, x: Tensor) -> Tensor:
-        probs = self.attn_drop(softmax(self._scores(x))).to(x.dtype)
-        heads = probs.flatten(1, 2) @ x.flatten(1, 2)
-        return heads.unflatten(1, (*x.shape[1:3], self.num_heads)).flatten(3)
+    def _probs(self, x: Tensor) -> Tensor:
+        return softmax(self._scores(x))
 
     def attention_scores(self, x: Tensor) -> Tensor:
         return self._scores(x).transpose(1, 2)
