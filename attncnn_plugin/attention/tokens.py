@@ -133,7 +133,8 @@ class GeneralizedQuadraticAttention(GridAttention):
     encoding_type = GeneralizedQuadraticEncoding
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
-        return row_major(without_subnormals(over_chain(*map(softmax, self.encoding.chain(size)), torch.mul)))
+        columns, rows = self.encoding.chain(size)
+        return row_major(without_subnormals(over_chain(softmax(columns), softmax(rows), torch.mul)))
 
     def heads(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]
@@ -251,7 +252,7 @@ class ContentAttention(GridAttention):
         return self._content_scores(self.query(x), x)
 
     def position_scores(self, x: Tensor) -> Tensor:
-        scores = sum(self._position_terms(self.query(x)))
+        scores: Any = sum(self._position_terms(self.query(x)))
         return scores.flatten(-2).transpose(-3, -2).expand(len(x), -1, -1, -1)
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
