@@ -123,16 +123,18 @@ class GeneralizedQuadraticEncoding(nn.Module):
         They are in float64 where the device has it: for a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a
         small difference of large numbers.
         """
-        dtype = widest_float(self.center)
-        center, factor = self.center.to(dtype)[:, None, None], self.sqrt_precision.to(dtype)[:, None, None]
-        axes = [torch.arange(1 - n, n, device=center.device, dtype=dtype) for n in size]
-        shift = torch.stack(torch.meshgrid(*axes, indexing='ij'), dim=-1)
-        # As in one dimension, with the shift δ0 near Δ as the origin of the scores,
-        #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
-        nearest = center.detach().round().clamp(shift[0, 0], shift[-1, -1])
-        parts = shift - nearest, shift + nearest - 2 * center
-        difference, total = ((part[..., None] * factor).sum(-2) for part in parts)
-        return -(difference * total).sum(-1) / 2
+        axes = zip(size, self.center.to(widest_float(self.center)).T[:, :, None, None])
+        differences, sums = [], []
+        for axis, (n, center) in enumerate(axes):
+            shift = torch.arange(1 - n, n, device=center.device, dtype=center.dtype)
+            shift = shift[:, None] if axis == 0 else shift
+            # As in one dimension, with the shift δ0 near Δ as the origin of the scores,
+            #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
+            nearest = center.detach().round().clamp(1 - n, n - 1)
+            differences.append(shift - nearest)
+            sums.append(shift + nearest - 2 * center)
+        difference, total = self._project(*differences), self._project(*sums)
+        return -(difference[0] * total[0] + difference[1] * total[1]) / 2
 
     def chain(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """Returns the scores as log P(k2 | q) and log P(k1 | q1, δ2), whose sum is log P(k | q), at least float32.
@@ -151,6 +153,11 @@ class GeneralizedQuadraticEncoding(nn.Module):
     def scores(self, size: Sequence[int]) -> Tensor:
         """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, logarithms of probabilities."""
         return row_major(over_chain(*self.chain(size), torch.add))
+
+    def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns the two entries of Mᵀ(row, column)ᵀ of every head."""
+        factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None]
+        return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
 
 
 class RelativeTables(nn.Module):
