@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32, widest_float
-from .shifts import at_grid_shifts, at_shifts, axis_shifts, largest_of_keys, over_axes, resize_shifts
+from .shifts import at_shifts, axis_shifts, over_axes, over_chain, resize_shifts, row_major
 from .softmax import softmax
 from .window import shown
 
@@ -118,44 +118,41 @@ class GeneralizedQuadraticEncoding(nn.Module):
         return GaussianHeads(at_least_float32(self.center), at_least_float32(self.sqrt_precision))
 
     def shift_scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all shifts of a grid, ``(N_h, 2·H − 1, 2·W − 1)``, the best of them at 0.
+        """Returns the scores of all shifts of a grid, ``(N_h, 2·H − 1, 2·W − 1)``, those of a shift near Δ at 0.
 
         They are in float64 where the device has it: for a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a
         small difference of large numbers.
         """
-        height, width = size
-        center = self.center.to(widest_float(self.center))
-        row_center, column_center = center[:, 0, None, None], center[:, 1, None, None]
-        row_shift, column_shift = (
-            torch.arange(1 - size, size, device=center.device, dtype=center.dtype) for size in (height, width)
-        )
-        row_shift = row_shift[:, None]
-
-        with torch.no_grad():
-            first, second = self._project(row_shift - row_center, column_shift - column_center)
-            entry = (first.square() + second.square()).flatten(1).argmin(-1)[:, None, None]
-            # δ0, the shift to the best key.
-            row = torch.div(entry, 2 * width - 1, rounding_mode='floor')
-            row_best, column_best = row + (1 - height), entry - row * (2 * width - 1) + (1 - width)
-
-        # As in one dimension, with the best shift as the origin of the scores,
-        #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
-        difference = self._project(row_shift - row_best, column_shift - column_best)
-        total = self._project(row_shift + row_best - 2 * row_center, column_shift + column_best - 2 * column_center)
+        axes = zip(size, self.center.to(widest_float(self.center)).T[:, :, None, None])
+        differences, sums = [], []
+        for axis, (n, center) in enumerate(axes):
+            shift = torch.arange(1 - n, n, device=center.device, dtype=center.dtype)
+            shift = shift[:, None] if axis == 0 else shift
+            # As in one dimension, with the shift δ0 near Δ as the origin of the scores,
+            #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
+            nearest = center.detach().round().clamp(1 - n, n - 1)
+            differences.append(shift - nearest)
+            sums.append(shift + nearest - 2 * center)
+        difference, total = self._project(*differences), self._project(*sums)
         return -(difference[0] * total[0] + difference[1] * total[1]) / 2
 
+    def chain(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
+        """Returns the scores as log P(k2 | q) and log P(k1 | q1, δ2), whose sum is log P(k | q), at least float32.
+
+        A key's row depends on the query's column only by δ2. So there are fewer entries than pairs, ``(N_h, H, W, W)``
+        at (q1, q2, k2) and ``(N_h, H, 2·W − 1, H)`` at (q1, δ2, k1), and float64 costs little.
+        """
+        height, width = size
+        rows = at_shifts(self.shift_scores(size).mT, height)  # (N_h, δ2, q1, k1)
+        total = rows.logsumexp(-1)
+        columns = at_shifts(total.mT, width)
+        columns = columns - columns.logsumexp(-1, keepdim=True)
+        dtype = torch.promote_types(self.center.dtype, torch.float32)
+        return columns.to(dtype), (rows - total[..., None]).to(dtype).transpose(1, 2)
+
     def scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, at most about 0."""
-        of_shifts = self.shift_scores(size)
-        best = largest_of_keys(of_shifts.detach(), size).flatten(1)[..., None]  # of each query
-        # A score and the best one of its query can both be large. Only the rounding of the score to float32 makes their
-        # difference wrong, so what it lost is added at the end. What the best one lost is the same for all keys.
-        rounded = of_shifts.to(torch.promote_types(self.center.dtype, torch.float32))
-        scores = at_grid_shifts(rounded, size).sub_(best.to(rounded.dtype))
-        if rounded.dtype == of_shifts.dtype:
-            return scores
-        lost = (of_shifts - rounded).detach().to(rounded.dtype)
-        return scores.add_(at_grid_shifts(lost, size))
+        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, logarithms of probabilities."""
+        return row_major(over_chain(*self.chain(size), torch.add))
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
         """Returns the two entries of Mᵀ(row, column)ᵀ of every head."""

@@ -24,25 +24,35 @@ def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tenso
 
 def at_shifts(values: Tensor, size: int) -> Tensor:
     """Returns ``values``, of the shifts 1 − size … size − 1, at δ of all queries and keys, ``(…, size, size)``."""
-    return values[..., axis_shifts(size, values.device) + size - 1]
+    return at_shifts_backwards(values, size).flip(-1)
+
+
+def at_shifts_backwards(values: Tensor, size: int) -> Tensor:
+    """Returns :func:`at_shifts` from the last key to the first: then it is a view, of little memory."""
+    if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
+        return values[..., axis_shifts(size, values.device).flip(-1) + size - 1]
+    return values.flip(-1).unfold(-1, size, 1)
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     """Returns a table ``(N, 2·H − 1, 2·W − 1)`` at δ of all queries and keys of a grid, ``(N, H*W, H*W)``."""
-    height, width = size
-    if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
-        row, column = (axis_shifts(n, table.device) + n - 1 for n in (height, width))  # of every query and key
-        index = row[:, None, :, None] * (2 * width - 1) + column[None, :, None, :]
-        return table.flatten(1)[:, index.reshape(height * width, height * width)]
-    windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
-    return windows.flip(1, 2).reshape(-1, height * width, height * width)
+    columns = at_shifts(table, size[1]).movedim(1, -1)  # (N, q2, k2, δ1)
+    return at_shifts(columns, size[0]).permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)
 
 
-def largest_of_keys(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns the largest entry of a table ``(N, 2·H − 1, 2·W − 1)`` over the keys of each query, ``(N, H, W)``."""
-    height, width = size
-    rows = at_shifts(table, width).amax(-1)  # (N, δ1, q2)
-    return at_shifts(rows.mT, height).amax(-1).mT
+def over_chain(columns: Tensor, rows: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Combines entries at (q1, q2, k2) and at (q1, δ2, k1) to those of all pairs, ``(…, q1, q2, k2, k1)``.
+
+    The columns of keys go from the last to the first. So one pass over the pairs is enough: those at δ2 = k2 − q2 are a
+    view.
+    """
+    rows = at_shifts_backwards(rows.contiguous().mT, columns.shape[-1]).movedim(-3, -1)
+    return combine(rows, columns.flip(-1)[..., None])
+
+
+def row_major(pairs: Tensor) -> Tensor:
+    """Returns what :func:`over_chain` returns for all heads, row-major, ``(N, H*W, H*W)``."""
+    return pairs.flip(-2).mT.flatten(3).flatten(1, 2)
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:

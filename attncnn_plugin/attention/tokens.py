@@ -14,7 +14,7 @@ from .attention_layer import check_plain_linear, head_products
 from .heads import HeadParameters, PrunableHeads
 from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, RelativeTables
 from .precision import at_least_float32, full_precision
-from .shifts import at_shifts, over_axes
+from .shifts import at_shifts, over_axes, over_chain, row_major
 from .softmax import softmax, without_subnormals
 from .window import shown
 
@@ -70,9 +70,13 @@ class GridAttention(PrunableHeads):
 
     def heads(self, x: Tensor) -> Tensor:
         """Computes P_h X of all heads side by side, ``(B, H, W, N_h·D)``."""
-        probs = self.attn_drop(self.position_probs(x.shape[1:3])).to(x.dtype)
-        heads = torch.einsum('hqk,bkd->bqhd', probs, x.flatten(1, 2))
-        return heads.flatten(2).unflatten(1, x.shape[1:3])
+        probs = self.attn_drop(self._probs(x)).to(x.dtype)
+        heads = probs.flatten(-3, -2) @ x.flatten(1, 2)  # side by side for each query
+        return heads.unflatten(1, (*x.shape[1:3], self.num_heads)).flatten(3)
+
+    def _probs(self, x: Tensor) -> Tensor:
+        """Returns the probabilities of an input, ``(H*W, N_h, H*W)`` or ``(B, H*W, N_h, H*W)``."""
+        return self.attention_probs(x.shape[1:3]).transpose(0, 1)
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         return softmax(self.encoding.scores(size))
@@ -127,6 +131,21 @@ class GeneralizedQuadraticAttention(GridAttention):
     """
 
     encoding_type = GeneralizedQuadraticEncoding
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        columns, rows = self.encoding.chain(size)
+        return row_major(without_subnormals(over_chain(softmax(columns), softmax(rows), torch.mul)))
+
+    def heads(self, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        tokens = x.flip(2).permute(2, 1, 0, 3).flatten(2).flatten(0, 1)  # keys in the order of over_chain, (K, B·D)
+        heads: List[Tensor] = []
+        # Of one head at a time, whose probabilities take less memory than those of all.
+        for columns, rows in zip(*map(softmax, self.encoding.chain((height, width)))):
+            probs = self.attn_drop(without_subnormals(over_chain(columns, rows, torch.mul)))
+            head = probs.flatten(2).flatten(0, 1).to(x.dtype) @ tokens
+            heads.append(head.reshape(height, width, *x.shape[::3]).permute(2, 0, 1, 3))
+        return torch.cat(heads, dim=-1)
 
 
 class LearnedAttention(SeparableAttention):
@@ -213,20 +232,28 @@ class ContentAttention(GridAttention):
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, position={self.position!r}'
 
-    def heads(self, x: Tensor) -> Tensor:
-        probs = self.attn_drop(softmax(self.attention_scores(x))).to(x.dtype)
-        heads = torch.einsum('bhqk,bkd->bqhd', probs, x.flatten(1, 2))
-        return heads.flatten(2).unflatten(1, x.shape[1:3])
+    def _probs(self, x: Tensor) -> Tensor:
+        return softmax(self._scores(x))
 
     def attention_scores(self, x: Tensor) -> Tensor:
+        return self._scores(x).transpose(1, 2)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Returns the scores as ``(B, H*W, N_h, H*W)``, in the order of the heads' outputs."""
         query = self.query(x)
-        return self._content_scores(query, x) + self._position_scores(query)
+        first, *others = self._position_terms(query)
+        # The strides of the sum are those of its first term; in place, as new memory takes longer than a sum.
+        scores = first + self._content_scores(query, x).transpose(1, 2).unflatten(3, x.shape[1:3])
+        for term in others:
+            scores += term
+        return scores.flatten(3)
 
     def content_scores(self, x: Tensor) -> Tensor:
         return self._content_scores(self.query(x), x)
 
     def position_scores(self, x: Tensor) -> Tensor:
-        return self._position_scores(self.query(x)).expand(len(x), -1, -1, -1)
+        scores: Any = sum(self._position_terms(self.query(x)))
+        return scores.flatten(-2).transpose(-3, -2).expand(len(x), -1, -1, -1)
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         return None if self.encoding is None else super().position_probs(size)
@@ -239,15 +266,15 @@ class ContentAttention(GridAttention):
         """Returns q·k/√D, ``(B, N_h, H*W, H*W)``."""
         return head_products(query.flatten(1, 2), self.key(x).flatten(1, 2), self.num_heads)
 
-    def _position_scores(self, query: Tensor) -> Tensor:
-        """Returns q·r_δ/√D, ``(B, N_h, H*W, H*W)``, or v·r_δ, ``(N_h, H*W, H*W)``, of ``(B, H, W, N_h·D)``."""
+    def _position_terms(self, query: Tensor) -> List[Tensor]:
+        """Returns the terms of q·r_δ/√D or v·r_δ, ``(B, H*W, N_h, H, W)`` where they broadcast, of queries."""
         height, width = query.shape[1:3]
         if self.tables is None:
-            return self.encoding.scores((height, width))
-        query = at_least_float32(query).unflatten(3, (self.num_heads, self.dim)).movedim(3, 1) / self.dim**0.5
+            return [self.encoding.scores((height, width)).transpose(0, 1).unflatten(2, (height, width))]
+        query = at_least_float32(query).unflatten(3, (self.num_heads, self.dim)) / self.dim**0.5
         row, column = (table.T for table in self.tables((height, width), like=query))
         of_rows, of_columns = query.chunk(2, dim=-1)
         with full_precision(query.device.type):
-            rows = torch.einsum('bhijd,dik->bhijk', of_rows, at_shifts(row, height))  # q₁·R[k1 − q1]
-            columns = torch.einsum('bhijd,djk->bhijk', of_columns, at_shifts(column, width))  # q₂·C[k2 − q2]
-        return (rows[..., :, None] + columns[..., None, :]).flatten(4).flatten(2, 3)
+            rows = torch.einsum('bijhd,dik->bijhk', of_rows, at_shifts(row, height))  # q₁·R[k1 − q1]
+            columns = torch.einsum('bijhd,djk->bijhk', of_columns, at_shifts(column, width))  # q₂·C[k2 − q2]
+        return [rows.flatten(1, 2).contiguous()[..., :, None], columns.flatten(1, 2)[..., None, :]]

@@ -99,6 +99,28 @@ def test_generalized_probs(dtype, height, width, heads):
     assert_probs(layer, [score(head) for head in range(len(heads))], height, width)
 
 
+@given(dtypes, sizes, sizes, st.integers(1, 3), st.integers(1, 3), st.floats(0, 12), st.integers(0, 2**31))
+def test_generalized_outputs_and_gradients(dtype, height, width, num_heads, batch, far, seed):
+    """Against a dense softmax of C20's eq. 19 in float64, images of one pixel and of one row among them."""
+    torch.manual_seed(seed)
+    layer = GeneralizedQuadraticAttention(3, num_heads, dtype=dtype)
+    with torch.no_grad():
+        layer.encoding.center.mul_(far)
+        layer.encoding.sqrt_precision.add_(torch.randn(num_heads, 2, 2), alpha=0.5)
+    x = torch.randn(batch, height, width, 3, dtype=dtype, requires_grad=True)
+    pixels = torch.cartesian_prod(torch.arange(height), torch.arange(width)).double().reshape(-1, 2)
+    parameters = dict(layer.named_parameters(), x=x)
+    wide = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    offset = (pixels - pixels[:, None])[None] - wide['encoding.center'][:, None, None]
+    probs = (-(offset @ wide['encoding.sqrt_precision'][:, None]).square().sum(-1) / 2).softmax(-1)
+    heads = torch.einsum('hqk,bkd->bqhd', probs, wide['x'].flatten(1, 2)).flatten(2).unflatten(1, (height, width))
+    outputs = layer(x), heads @ wide['value.weight'].T + wide['value.bias']
+    both = (torch.autograd.grad(y.sin().sum(), own.values()) for y, own in zip(outputs, (parameters, wide)))
+    for own, expected in zip(*((y, *found) for y, found in zip(outputs, both))):
+        scale = max(1, expected.abs().max().item())
+        assert (own - expected).abs().max() <= (1e-11 if dtype == torch.float64 else 1e-4) * scale
+
+
 def sines_and_cosines(shift, dim):
     """The vector of a shift along one axis, in Python's floats."""
     waves = [10000 ** (-2 * i / dim) for i in range(dim // 2)]
