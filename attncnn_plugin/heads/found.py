@@ -311,9 +311,15 @@ def _influence(
             see = lambda module, args, output: given.extend(islice(floats_in(output), 1))  # noqa: E731
             stack.enter_context(model.get_submodule(near).register_forward_hook(see))
         stack.enter_context(masking(model, layers, others))
-        run()
+        result = run()
+        given = given or list(islice(floats_in(result), 1))  # of a model that is called in parts
         loss = sum((own * torch.randn_like(own)).sum() for own in given if own.requires_grad)
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True) if isinstance(loss, Tensor) else ()
+        no_gradients: Any = [None] * len(named)
+        found = (
+            torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            if isinstance(loss, Tensor)
+            else no_gradients
+        )
     influence = {}
     for (name, own), gradient in zip(named.items(), found):
         changed = torch.zeros_like(own, dtype=torch.bool) if gradient is None else gradient != 0
