@@ -13,14 +13,16 @@ from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
 from ..change import all_or_nothing, held_by
 from .seen import AnyAttention, FunctionsSeen, watching
-from .sizes import record_of
+from .sizes import compute_anew, record_of
 
 Run = Callable[[], Any]
 Call = Optional[Callable[[nn.Module, Any], Any]]
@@ -108,6 +110,7 @@ def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
     def brought(own: Any) -> Any:
         if not isinstance(own, Tensor) or like is None:
             return own
+        own = own.clone() if own.is_inference() else own
         return own.to(like.device, like.dtype if own.is_floating_point() else None)
 
     if call is not None:
@@ -214,18 +217,22 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 
 
 @contextmanager
-def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known."""
+def masking(
+    model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
+) -> Iterator[List[Tensor]]:
+    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields the outputs of these."""
+    masked: List[Tensor] = []
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
         if not heads.get(name):
             return output
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
-        return attention.where(heads[name], torch.zeros(1), output)
+        masked.append(attention.where(heads[name], torch.zeros(1), output))
+        return masked[-1]
 
     with watching(model, touch=touch):
-        yield
+        yield masked
 
 
 @torch.inference_mode(False)
@@ -246,6 +253,8 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
         with suppress(_Undo), all_or_nothing(near), evaluating(model), torch.enable_grad():
             with same_numbers():
                 tensors = {name: _randomized(model, name) for name in chosen}
+            for module in near:
+                compute_anew(module)
             everything = {key: tensor for own in tensors.values() for key, tensor in own.items()}
             most = max(own.num_heads for own in chosen.values())
             of_heads = [_influence(model, chosen.values(), head, everything, run) for head in range(most)]
@@ -255,11 +264,23 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
                 found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
                 if found is not None:
                     own.owners[key] = found
-            _complete(own, tensors[name])
+            _complete(own, model.get_submodule(name), name)
 
 
 class _Undo(Exception):
     """Has what was changed put back."""
+
+
+class _Alive(TorchFunctionMode):
+    """Has activations that are 0 somewhere computed as one that is not: no gradient is 0 behind a dead unit."""
+
+    FLAT = {
+        *(F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.threshold),
+        *(F.hardtanh, F.hardswish, F.hardsigmoid),
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return F.silu(args[0]) if func in self.FLAT else func(*args, **(kwargs or {}))
 
 
 def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
@@ -281,13 +302,20 @@ def _influence(
 ) -> Dict[str, List[Tensor]]:
     """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone."""
     others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers}
-    with same_numbers(), masking(model, {own.name: own for own in layers}, others):
-        outputs = [own for _, _, own, _ in held_by(run()) if isinstance(own, Tensor) and own.requires_grad]
-        loss = sum((own * torch.randn_like(own)).sum() for own in outputs)
-        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True) if outputs else ()
+
+    def gradients(outputs: Iterable[Any]) -> Sequence[Any]:
+        found = [own for own in outputs if isinstance(own, Tensor) and own.requires_grad]
+        random = [torch.randn_like(own) for own in found]
+        given = list(tensors.values())
+        return torch.autograd.grad(found, given, random, True, allow_unused=True) if found else [None] * len(given)
+
+    with same_numbers(), _Alive(), masking(model, {own.name: own for own in layers}, others) as alone:
+        outputs = [own for _, _, own, _ in held_by(run())]
+        found = zip(gradients(alone), gradients(outputs))  # keys that are cached are an output too, of all heads
     influence = {}
-    for (name, own), gradient in zip(tensors.items(), found):
-        changed = torch.zeros_like(own, dtype=torch.bool) if gradient is None else gradient != 0
+    for (name, own), both in zip(tensors.items(), found):
+        nonzero = [gradient != 0 for gradient in both if gradient is not None]
+        changed = next((one for one in nonzero if one.any()), torch.zeros_like(own, dtype=torch.bool))
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
     return influence
 
@@ -305,12 +333,19 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
     return None
 
 
-def _complete(own: FoundHeads, names: Iterable[str]) -> None:
-    """Lets biases follow their weights: to a bias of keys softmax is blind, but for rounding errors."""
-    for name in names:
-        weight = own.owners.get(f'{name[:-4]}weight') if name.endswith('bias') else None
-        if weight is not None and weight[0] == 0:
-            own.owners[name] = weight
+def _complete(own: FoundHeads, near: nn.Module, prefix: str) -> None:
+    """Lets what a map has beside its weight follow it, and the weight its bias.
+
+    To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the
+    statistics of a norm cannot be differentiated.
+    """
+    for path, module in near.named_modules(prefix=prefix):
+        names = [f'{path}.{leaf}'.lstrip('.') for leaf in ('weight', 'bias', *module._buffers)]
+        known = next((own.owners[name] for name in names[:2] if own.owners.get(name, (1,))[0] == 0), None)
+        for name in names:
+            tensor = getattr(module, name.rpartition('.')[2], None)
+            if known is not None and isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == len(known[1]):
+                own.owners.setdefault(name, known) if name != names[1] else own.owners.update({name: known})
     for name, (dim, owners) in own.owners.items():
         known = owners.any(1)
         for _, other in own.owners.values():

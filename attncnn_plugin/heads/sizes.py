@@ -4,7 +4,6 @@ Attention that has lost heads has a buffer ``heads_record``: the number of heads
 and which other sizes follow, so that a state dict carries all that another model needs to take the same structure.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Tuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.state_dicts import StructureError
-from .forward import forward_of_class, forward_with_fewer_heads
+from .forward import RewrittenForward
 
 RECORD = 'heads_record'
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
@@ -42,15 +41,16 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
-    owners = []
+    owners, read = [], False
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
         owner = module.get_submodule(path)
         _set_sizes_of_map(owner, leaf, old, new)
         owners.append(owner)
-        for was, own in zip(old, new):
-            if was != own:  # of one map, two or three
-                widths.update({was // maps: own // maps for maps in (3, 2, 1) if was % maps == own % maps == 0})
+        widths.update({was: own for was, own in zip(old, new) if was not in (own, before)})
+        read |= old[1:] != new[1:]
+    for was, own in () if read else list(widths.items()):  # of two or three maps
+        widths.update({was // maps: own // maps for maps in (3, 2) if was % maps == own % maps == 0})
     views = 0
     for own in module.modules():
         numbers = {key: value for key, value in vars(own).items() if type(value) is int}
@@ -61,19 +61,32 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         }
         if not counts:
             continue
+        of_one = {value for key, value in numbers.items() if key not in counts}
         for key, value in counts.items():
             setattr(own, key, value * after // before)
         for key, value in numbers.items():
+            if value % before == 0 and value // before in of_one:  # of all heads, beside that of one
+                widths.setdefault(value, value // before * after)
             if way & OWN and key not in counts and value in widths and (way & TOKENS or key not in OF_TOKENS):
                 setattr(own, key, widths[value])
         owners.append(own)
         views += bool(way & VIEWS and _rewrite(own, built))
     for own in owners:
         for key, value in vars(own).items():  # the shape of biases
-            if isinstance(value, tuple) and value[-1:] == (before,):
+            if 'bias' in key and isinstance(value, tuple) and value[-1:] == (before,):
                 vars(own)[key] = (*value[:-1], after)
+    compute_anew(module)
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
+
+
+def compute_anew(module: nn.Module) -> None:
+    """Has a module compute again what it keeps while it is evaluated, such as biases of relative positions."""
+    modes = {own: own.training for own in module.modules()}
+    module.train()
+    module.eval()
+    for own, mode in modes.items():
+        own.training = mode
 
 
 def is_number_of_heads(key: str, value: Any) -> bool:
@@ -95,24 +108,23 @@ def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -
         if owner.groups == old[0] != new[0]:  # of each channel
             owner.groups = owner.in_channels = new[0]
         owner.out_channels, owner.in_channels = new[0], new[1] * owner.groups
-    elif leaf == 'weight':  # a norm
-        for key in ('num_features', 'num_channels'):
-            if vars(owner).get(key) == old[0]:
-                setattr(owner, key, new[0])
+    elif leaf == 'weight':
+        changed = {was: own for was, own in zip(old, new) if was != own}
+        for key, value in list(vars(owner).items()):  # of a norm, or a map of another library
+            if type(value) is int and value in changed:
+                setattr(owner, key, changed[value])
         if vars(owner).get('normalized_shape') == tuple(old):
             owner.normalized_shape = tuple(new)
 
 
 def _rewrite(module: Any, built: int) -> bool:
     """Gives a module a forward pass that needs no number of heads, where that is possible; says whether it was."""
-    forward = vars(module).get('forward')
-    if forward is not None and getattr(forward, 'func', None) is not forward_with_fewer_heads:
+    if not isinstance(vars(module).get('forward'), (type(None), RewrittenForward)):
         raise TypeError(f'something else has replaced the forward pass of a {type(module).__name__}')
     try:
-        forward_of_class(type(module), built)
+        module.forward = RewrittenForward(module, built)
     except TypeError:
         return False
-    module.forward = functools.partial(forward_with_fewer_heads, module, built)
     if isinstance(module, nn.MultiheadAttention):
         module._qkv_same_embed_dim = False  # else nn.TransformerEncoderLayer does not call it
     return True
@@ -150,7 +162,7 @@ class FewerHeads:
         values = [
             value for part in module.modules() for key, value in vars(part).items() if is_number_of_heads(key, value)
         ]
-        if now not in values or own and own[0] != built:
+        if values and now not in values or own and own[0] != built:
             raise StructureError(
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'

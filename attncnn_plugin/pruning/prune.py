@@ -74,6 +74,7 @@ def example_run(model: nn.Module, inputs: Any = None, call: Call = None) -> Run:
     return lambda: network.module(images)
 
 
+@torch.inference_mode(False)
 def prune_heads(
     model: nn.Module,
     heads: Mapping[Union[str, int], Sequence[int]],
