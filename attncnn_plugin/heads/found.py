@@ -10,7 +10,7 @@ import re
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -253,18 +253,20 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
         with suppress(_Undo), all_or_nothing(near), evaluating(model), torch.enable_grad():
             with same_numbers():
                 tensors = {name: _randomized(model, name) for name in chosen}
-            for module in near:
-                compute_anew(module)
+            with _Alive():
+                for module in near:
+                    compute_anew(module)
             everything = {key: tensor for own in tensors.values() for key, tensor in own.items()}
             most = max(own.num_heads for own in chosen.values())
-            of_heads = [_influence(model, chosen.values(), head, everything, run) for head in range(most)]
+            upstream: Set[str] = set()
+            of_heads = [_influence(model, chosen.values(), head, everything, run, upstream) for head in range(most)]
             raise _Undo
         for name, own in chosen.items():
             for key in tensors[name]:
                 found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
                 if found is not None:
                     own.owners[key] = found
-            _complete(own, model.get_submodule(name), name)
+            _complete(own, model.get_submodule(name), name, upstream)
 
 
 class _Undo(Exception):
@@ -280,6 +282,8 @@ class _Alive(TorchFunctionMode):
     }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:  # of what is kept for evaluation, too
+            return None
         return F.silu(args[0]) if func in self.FLAT else func(*args, **(kwargs or {}))
 
 
@@ -298,9 +302,12 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 
 
 def _influence(
-    model: nn.Module, layers: Any, head: int, tensors: Mapping[str, Tensor], run: Run
+    model: nn.Module, layers: Any, head: int, tensors: Mapping[str, Tensor], run: Run, upstream: Set[str]
 ) -> Dict[str, List[Tensor]]:
-    """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone."""
+    """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone.
+
+    The names of tensors that the heads themselves are made of are added to ``upstream``.
+    """
     others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers}
 
     def gradients(outputs: Iterable[Any]) -> Sequence[Any]:
@@ -314,8 +321,10 @@ def _influence(
         found = zip(gradients(alone), gradients(outputs))  # keys that are cached are an output too, of all heads
     influence = {}
     for (name, own), both in zip(tensors.items(), found):
-        nonzero = [gradient != 0 for gradient in both if gradient is not None]
-        changed = next((one for one in nonzero if one.any()), torch.zeros_like(own, dtype=torch.bool))
+        before, after = (torch.zeros_like(own) if gradient is None else gradient for gradient in both)
+        if before.any():
+            upstream.add(name)
+        changed = (before if before.any() else after) != 0
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
     return influence
 
@@ -333,19 +342,23 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
     return None
 
 
-def _complete(own: FoundHeads, near: nn.Module, prefix: str) -> None:
-    """Lets what a map has beside its weight follow it, and the weight its bias.
+def _complete(own: FoundHeads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
+    """Lets what a map to heads has beside its weight follow it, and the weight its bias.
 
     To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the
     statistics of a norm cannot be differentiated.
     """
     for path, module in near.named_modules(prefix=prefix):
-        names = [f'{path}.{leaf}'.lstrip('.') for leaf in ('weight', 'bias', *module._buffers)]
-        known = next((own.owners[name] for name in names[:2] if own.owners.get(name, (1,))[0] == 0), None)
-        for name in names:
-            tensor = getattr(module, name.rpartition('.')[2], None)
-            if known is not None and isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == len(known[1]):
-                own.owners.setdefault(name, known) if name != names[1] else own.owners.update({name: known})
+        weight, *others = (f'{path}.{leaf}'.lstrip('.') for leaf in ('weight', 'bias', *module._buffers))
+        dim, owners = own.owners.get(weight, own.owners.get(others[0], (0, None)))
+        tensors = [getattr(module, name.rpartition('.')[2], None) for name in (weight, *others)]
+        is_known = isinstance(tensors[0], Tensor) and owners is not None
+        if not is_known or dim and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+            continue
+        if tensors[0].ndim == 1 or upstream & {weight, others[0]}:
+            own.owners.setdefault(weight, (dim, owners))
+            same = [isinstance(tensor, Tensor) and tensor.shape == (len(owners),) for tensor in tensors[1:]]
+            own.owners.update({name: (0, owners) for name, fits in zip(others, same) if fits})
     for name, (dim, owners) in own.owners.items():
         known = owners.any(1)
         for _, other in own.owners.values():

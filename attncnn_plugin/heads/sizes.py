@@ -61,7 +61,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         }
         if not counts:
             continue
-        of_one = {value for key, value in numbers.items() if key not in counts}
+        of_one = {value for key, value in numbers.items() if key not in counts and ('dim' in key or 'head' in key)}
         for key, value in counts.items():
             setattr(own, key, value * after // before)
         for key, value in numbers.items():
@@ -109,7 +109,7 @@ def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -
             owner.groups = owner.in_channels = new[0]
         owner.out_channels, owner.in_channels = new[0], new[1] * owner.groups
     elif leaf == 'weight':
-        changed = {was: own for was, own in zip(old, new) if was != own}
+        changed = {was: own for was, own in zip(old, new) if was not in new}
         for key, value in list(vars(owner).items()):  # of a norm, or a map of another library
             if type(value) is int and value in changed:
                 setattr(owner, key, changed[value])
