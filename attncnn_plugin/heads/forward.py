@@ -125,7 +125,7 @@ def forward_of_torch(
         need_weights=need_weights, attn_mask=attn_mask, average_attn_weights=average_attn_weights
     )
     if query.is_nested:  # nn.TransformerEncoder has cut padding off
-        rows = [forward_of_torch(module, own, own, own, **given)[0] for own in query.unbind()]
+        rows = [forward_of_torch(module, *own, **given)[0] for own in zip(*(x.unbind() for x in (query, key, value)))]
         return torch.nested.as_nested_tensor(rows), None
     if query.ndim == 2:  # no batch
         dim = 0 if module.batch_first else 1

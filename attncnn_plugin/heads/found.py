@@ -294,7 +294,8 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
         is_norm = isinstance(own, nn.modules.batchnorm._NormBase)  # whose statistics cannot be differentiated
         for tensors in (own._parameters, {} if is_norm else own._buffers):
             for leaf, tensor in tensors.items():
-                if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                is_dense = tensor is not None and tensor.layout == torch.strided
+                if is_dense and tensor.is_floating_point() and tensor.numel():
                     new = torch.empty_like(tensor, requires_grad=False).normal_(std=0.1)
                     new = nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new.requires_grad_()
                     tensors[leaf] = found[f'{path}.{leaf}'.lstrip('.')] = new  # type: ignore[index]
@@ -349,16 +350,17 @@ def _complete(own: FoundHeads, near: nn.Module, prefix: str, upstream: Set[str])
     statistics of a norm cannot be differentiated.
     """
     for path, module in near.named_modules(prefix=prefix):
-        weight, *others = (f'{path}.{leaf}'.lstrip('.') for leaf in ('weight', 'bias', *module._buffers))
-        dim, owners = own.owners.get(weight, own.owners.get(others[0], (0, None)))
-        tensors = [getattr(module, name.rpartition('.')[2], None) for name in (weight, *others)]
-        is_known = isinstance(tensors[0], Tensor) and owners is not None
-        if not is_known or dim and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        tensors: Dict[str, Any] = {'weight': None, 'bias': None, **module._parameters, **module._buffers}
+        weight, bias = f'{path}.weight'.lstrip('.'), f'{path}.bias'.lstrip('.')
+        dim, owners = own.owners.get(weight, own.owners.get(bias, (0, None)))
+        is_map = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+        if tensors['weight'] is None or owners is None or dim and is_map:
             continue
-        if tensors[0].ndim == 1 or upstream & {weight, others[0]}:
+        if tensors['weight'].ndim == 1 or upstream & {weight, bias}:
             own.owners.setdefault(weight, (dim, owners))
-            same = [isinstance(tensor, Tensor) and tensor.shape == (len(owners),) for tensor in tensors[1:]]
-            own.owners.update({name: (0, owners) for name, fits in zip(others, same) if fits})
+            for leaf, tensor in tensors.items():
+                if leaf != 'weight' and tensor is not None and tensor.shape == (len(owners),):
+                    own.owners[f'{path}.{leaf}'.lstrip('.')] = 0, owners
     for name, (dim, owners) in own.owners.items():
         known = owners.any(1)
         for _, other in own.owners.values():

@@ -138,12 +138,14 @@ class FewerHeads:
         built, left (int): The number of heads that it was built with, and has now.
         way (int): One of ``WAYS``.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
+        before (int): The number of heads in the model.
     """
 
     built: int
     left: int
     way: int
     shapes: Mapping[str, torch.Size]
+    before: int
 
     @classmethod
     def of(cls, module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> Optional['FewerHeads']:
@@ -167,16 +169,16 @@ class FewerHeads:
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
             )
-        return cls(built, left, way, shapes)
+        return cls(built, left, way, shapes, now)
 
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
-        own, before = record_of(module), shapes_of(module)
+        before = shapes_of(module)
         for name, shape in self._changed(module).items():
             _resize(module, name, shape)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
-        set_sizes(module, shapes, self.built, self.built if own is None else own[1], self.left, self.way)
+        set_sizes(module, shapes, self.built, self.before, self.left, self.way)
         write_record(module, self.built, self.left, self.way)
 
     def _changed(self, module: nn.Module) -> Dict[str, torch.Size]:

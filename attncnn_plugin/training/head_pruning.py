@@ -156,7 +156,7 @@ class PruneHeads:
         check_not_distributed(model, nn.DataParallel)
         batches = list(itertools.islice(self.batches if batches is None else batches, 1))
         layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
-        for batch in batches:
+        for batch in batches or [None]:
             self._find(model, layers, batch)
         for name, layer in layers.items():
             check_prunable(model, name, layer)
@@ -310,8 +310,10 @@ class PruneHeads:
     def _find(self, model: nn.Module, layers: Mapping[str, Heads], batch: Any) -> None:
         """Finds the entries of the heads of layers of other libraries."""
         found = [layer for layer in layers.values() if isinstance(layer, FoundHeads)]
-        with random_numbers_kept():
-            find_entries(model, found, (lambda: self.loss(model, batch)) if batch is not None else example_run(model))
+        if found:
+            run = example_run(model) if batch is None else lambda: self.loss(model, batch)
+            with random_numbers_kept():
+                find_entries(model, found, run)
 
     def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
         """Has what stays in a layer do on average what the heads did that go."""
