@@ -215,7 +215,7 @@ OTHERS = [
     ('vit_pytorch.look_vit.LookViT', dict(dim=32, image_size=96, num_classes=5, depth=1, patch_size=24, heads=2, dim_head=8, cross_attn_heads=2, cross_attn_dim_head=8), torch.randn(2, 3, 96, 96), 3),
     ('vit_pytorch.max_vit.MaxViT', dict(num_classes=5, dim=16, depth=(1, 1), dim_head=8), torch.randn(2, 3, 112, 112), 4),
     ('vit_pytorch.max_vit_with_registers.MaxViT', dict(num_classes=5, dim=16, depth=(1, 1), dim_head=8), torch.randn(2, 3, 112, 112), 4),
-    ('vit_pytorch.mobile_vit.MobileViT', dict(image_size=(64, 64), dims=[16, 24, 32], channels=[8, 8, 16, 16, 16, 16, 24, 24, 32, 32, 48], num_classes=5), PIXELS, 9),
+    ('vit_pytorch.mobile_vit.MobileViT', dict(image_size=(128, 128), dims=[16, 24, 32], channels=[8, 8, 16, 16, 16, 16, 24, 24, 32, 32, 48], num_classes=5), torch.randn(2, 3, 128, 128), 9),
     ('vit_pytorch.nest.NesT', dict(image_size=64, patch_size=8, dim=16, heads=2, num_hierarchies=2, block_repeats=(1, 1), num_classes=5), PIXELS, 2),
     ('vit_pytorch.normalized_vit.nViT', LUCID, PIXELS, 2),
     ('vit_pytorch.parallel_vit.ViT', LUCID, PIXELS, 4),

@@ -178,7 +178,7 @@ def pruned(row: Row, fresh: Executor) -> Tuple[str, str]:
         if not heads:
             return '–', '–'
         difference = prune_heads(model, heads, inputs).difference
-    except (TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError) as error:
         return str(error), '–'
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         torch.save(model.state_dict(), f'{folder}/pruned.pth')

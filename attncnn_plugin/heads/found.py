@@ -5,6 +5,7 @@ just in the entries that this head is made of, its queries, keys, values and bia
 all heads share.
 """
 
+import itertools
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -219,17 +220,17 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 @contextmanager
 def masking(
     model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
-) -> Iterator[List[Tensor]]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields the outputs of these."""
-    masked: List[Tensor] = []
+) -> Iterator[Dict[str, List[Tensor]]]:
+    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields the outputs by layers."""
+    masked: Dict[str, List[Tensor]] = {}
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
         if not heads.get(name):
             return output
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
-        masked.append(attention.where(heads[name], torch.zeros(1), output))
-        return masked[-1]
+        masked.setdefault(name, []).append(attention.where(heads[name], torch.zeros(1), output))
+        return masked[name][-1]
 
     with watching(model, touch=touch):
         yield masked
@@ -256,10 +257,9 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
             with _Alive():
                 for module in near:
                     compute_anew(module)
-            everything = {key: tensor for own in tensors.values() for key, tensor in own.items()}
             most = max(own.num_heads for own in chosen.values())
             upstream: Set[str] = set()
-            of_heads = [_influence(model, chosen.values(), head, everything, run, upstream) for head in range(most)]
+            of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
             raise _Undo
         for name, own in chosen.items():
             for key in tensors[name]:
@@ -303,25 +303,31 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 
 
 def _influence(
-    model: nn.Module, layers: Any, head: int, tensors: Mapping[str, Tensor], run: Run, upstream: Set[str]
+    model: nn.Module,
+    layers: Mapping[str, FoundHeads],
+    head: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    run: Run,
+    upstream: Set[str],
 ) -> Dict[str, List[Tensor]]:
     """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone.
 
     The names of tensors that the heads themselves are made of are added to ``upstream``.
     """
-    others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers}
+    others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers.values()}
 
-    def gradients(outputs: Iterable[Any]) -> Sequence[Any]:
+    def gradients(outputs: Iterable[Any], given: Sequence[Tensor]) -> Sequence[Any]:
         found = [own for own in outputs if isinstance(own, Tensor) and own.requires_grad]
         random = [torch.randn_like(own) for own in found]
-        given = list(tensors.values())
         return torch.autograd.grad(found, given, random, True, allow_unused=True) if found else [None] * len(given)
 
-    with same_numbers(), _Alive(), masking(model, {own.name: own for own in layers}, others) as alone:
-        outputs = [own for _, _, own, _ in held_by(run())]
-        found = zip(gradients(alone), gradients(outputs))  # keys that are cached are an output too, of all heads
+    everything = [(name, own) for near in tensors.values() for name, own in near.items()]
+    with same_numbers(), _Alive(), masking(model, {own.name: own for own in layers.values()}, others) as alone:
+        outputs = [own for _, _, own, _ in held_by(run())]  # of which one may be the keys of all heads, cached
+        of_layers = [gradients(alone.get(layers[near].name, ()), list(own.values())) for near, own in tensors.items()]
+        found = zip(itertools.chain(*of_layers), gradients(outputs, [own for _, own in everything]))
     influence = {}
-    for (name, own), both in zip(tensors.items(), found):
+    for (name, own), both in zip(everything, found):
         before, after = (torch.zeros_like(own) if gradient is None else gradient for gradient in both)
         if before.any():
             upstream.add(name)
