@@ -289,6 +289,8 @@ def line_of(row: Row, result: Result) -> str:
         f'{result.seen} of {row.there}',
         '–' if not result.compared else f'{result.difference:.0e}' if result.difference else '0',
         'changed' if result.changed else 'same',
+        next((short for part, short in REFUSALS.items() if part in result.pruned), result.pruned.replace('0e+00', '0')),
+        next((short for part, short in REFUSALS.items() if part in result.loaded), result.loaded),
         next(short for part, short in REFUSALS.items() if part in result.rollout),
     ]
     return f'| {" | ".join(cells)} |'
@@ -300,9 +302,13 @@ REFUSALS = {
     'of the layers before': 'other tokens',
     'a rollout ends there': 'pooled before',
     'give grid': 'needs `grid`',
+    'of single heads': 'shared',
+    'cannot be removed': 'refused',
+    'does not support backward': 'no gradient',
+    'Missing key': 'refuses its own',
 }
-HEADER = """| library | model | seen | difference | output | rollout |
-| ------- | ----- | ---- | ---------- | ------ | ------- |
+HEADER = """| library | model | seen | difference | output | pruned | loaded | rollout |
+| ------- | ----- | ---- | ---------- | ------ | ------ | ------ | ------- |
 """
 ROWS = [timm_row(*own) for own in TIMM]
 ROWS += [hugging_face_row(*own) for own in HUGGING_FACE] + [other_row(*own) for own in OTHERS]
@@ -311,19 +317,23 @@ ROWS += [hugging_face_row(*own) for own in HUGGING_FACE] + [other_row(*own) for 
 def main() -> None:
     """Prints the lines of models that globs choose; of all, writes them into the page too."""
     warnings.filterwarnings('ignore')
-    lines, whole, with_softmax = [], 0, 0
-    for row in ROWS:
-        if any(fnmatch.fnmatch(f'{row.library}.{row.name}', glob) for glob in sys.argv[1:] or ['*']):
-            own = result(row)
-            lines.append(line_of(row, own))
-            print(lines[-1], own.rollout if len(sys.argv) > 1 else '', flush=True)
-            with_softmax += row.there > 0
-            whole += row.there > 0 and own.seen == row.there
+    lines, whole, with_softmax, with_heads, again = [], 0, 0, 0, 0
+    with ProcessPoolExecutor(1, mp_context=get_context('spawn')) as fresh:
+        for row in ROWS:
+            if any(fnmatch.fnmatch(f'{row.library}.{row.name}', glob) for glob in sys.argv[1:] or ['*']):
+                own = result(row, fresh)
+                lines.append(line_of(row, own))
+                print(lines[-1], own.rollout, own.pruned if len(sys.argv) > 1 else '', flush=True)
+                with_softmax += row.there > 0
+                whole += row.there > 0 and own.seen == row.there
+                with_heads += own.pruned != '–'
+                again += own.loaded == 'yes'
     if len(sys.argv) == 1:
         page = Path(__file__).parent / 'transformers.md'
         before, _, rest = page.read_text(encoding='utf-8').partition('<!-- table -->\n')
         after = rest.partition('<!-- end -->')[2]
         share = f'All attention is seen of {whole} of the {with_softmax} models that have softmax attention.'
+        share += f'\n{again} of the {with_heads} with several heads are pruned and loaded again.'
         table = HEADER + '\n'.join(lines)
         text = f'{before}<!-- table -->\n\n{share}\n\n{table}\n\n<!-- end -->{after}'
         page.write_text(text, encoding='utf-8')
