@@ -201,7 +201,9 @@ def loaded(number: int, folder: str) -> str:
     inputs = inputs_of(ROWS[number])
     torch.manual_seed(2)
     outputs = zip(flat(call(model, inputs)), torch.load(f'{folder}/outputs.pth', weights_only=True))
-    return 'yes' if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in outputs) else 'other outputs'
+    return (
+        'yes' if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in outputs) else 'other outputs'
+    )
 
 
 @torch.no_grad()

@@ -67,7 +67,8 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         for key, value in numbers.items():
             if value % before == 0 and value // before in of_one:  # of all heads, beside that of one
                 widths.setdefault(value, value // before * after)
-            if way & OWN and key not in counts and value in widths and (way & TOKENS or key not in OF_TOKENS):
+            is_of_one = key in counts or 'head' in key and 'all' not in key
+            if way & OWN and not is_of_one and value in widths and (way & TOKENS or key not in OF_TOKENS):
                 setattr(own, key, widths[value])
         owners.append(own)
         views += bool(way & VIEWS and _rewrite(own, built))

@@ -8,7 +8,7 @@ import timm
 import torch
 from helpers.adapter import Adapter
 from helpers.small import numbers, small_timm
-from helpers.vits import OF_TIMM, SETTINGS, SIZE, output_of, small_vit
+from helpers.vits import OF_TIMM, SETTINGS, SIZE, not_small, output_of, small_vit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -238,6 +238,62 @@ def test_attention_alone(build):
     assert prunable_heads(module, x)[''].num_heads == 2 and output_map(module).in_features == 2 * width
     torch.testing.assert_close(module(x), masked(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(module.train()(x), masked(x), rtol=1e-12, atol=1e-12)
+
+
+class Hidden(nn.Module):
+    """Norms after its maps, units that no token reaches, biases that it keeps while it is evaluated, keys it returns."""
+
+    def __init__(self):
+        super().__init__()
+        maps = (nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)) for _ in 'qkv')
+        self.maps, self.proj, self.num_heads, self.kept = nn.ModuleList(maps), nn.Linear(24, 24), 3, None
+        self.biases = nn.Parameter(torch.randn(3, 2, 2))
+
+    def train(self, mode=True):
+        self.kept = None
+        return super().train(mode)
+
+    def forward(self, x):
+        query, key, value = (own(x.flatten(0, 1)).view(1, 2, self.num_heads, 8).transpose(1, 2) for own in self.maps)
+        if self.kept is None:
+            with torch.no_grad():
+                self.kept = self.biases.clone()
+        heads = (query @ key.mT + self.kept).softmax(-1) @ value
+        return self.proj(heads.transpose(1, 2).flatten(2).relu()), key
+
+
+def test_hidden_heads():
+    model, x = not_small(Hidden()).double(), torch.randn(1, 2, 24, dtype=torch.float64)
+    masked = mask_heads(copy.deepcopy(model), {'': [1]})
+    prune_heads(model, {'': [1]}, x)
+    fresh = not_small(Hidden()).double()
+    load(fresh, model.state_dict())
+    for other in (model, fresh.train().eval()):
+        for images in (x, torch.randn_like(x)):
+            torch.testing.assert_close(other(images)[0], masked(images)[0], rtol=1e-12, atol=1e-12)
+        assert other(x)[1].shape[1] == 2
+
+
+@pytest.mark.parametrize(
+    'name, changes',
+    [
+        (BEIT, dict(num_heads=4, embed_dim=32)),  # as many heads as a window has rows
+        ('transformers.GPT2', dict(n_embd=24, n_layer=2, n_head=3, vocab_size=9)),  # maps that are transposed
+    ],
+)
+def test_sizes_that_look_like_others(name, changes):
+    if name == BEIT:
+        model, inputs = small_vit(name, **changes), torch.randn(2, 3, SIZE, SIZE)
+        masked = mask_heads(copy.deepcopy(model), {'blocks.0.attn': [1]}, num_heads=4)
+        prune_heads(model, {0: [1]})
+    else:
+        transformers = pytest.importorskip('transformers')
+        model, inputs = not_small(transformers.GPT2Model(transformers.GPT2Config(**changes))), torch.arange(5)[None]
+        masked = copy.deepcopy(model)
+        with torch.no_grad():
+            masked.h[0].attn.c_proj.weight[8:16] = 0
+        prune_heads(model, {'h.0.attn': [1], 'h.1.attn': []}, inputs)
+    torch.testing.assert_close(output_of(model, inputs), output_of(masked, inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('gone', [[1], [1, 2]])
@@ -496,7 +552,7 @@ class Sharded(torch.Tensor):
         ),
         (
             with_weight(lambda w: nn.Parameter(w.detach().to_sparse())),
-            'a Attention cannot run with fewer',
+            'its blocks.1.attn.qkv.weight is a Parameter of torch.float32, not a plain',
         ),
     ],
 )
