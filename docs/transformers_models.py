@@ -63,7 +63,7 @@ TIMM = [
     ('tnt', 'tnt_s_patch16_224', dict(img_size=64, embed_dim=32, inner_dim=8, depth=2, num_heads_outer=4), 64, 4),
     ('twins', 'twins_pcpvt_small', dict(depths=(1, 1, 1, 1)), 64, 4),
     ('twins', 'twins_svt_small', dict(depths=(2, 2, 2, 2)), 224, 8),
-    ('visformer', 'visformer_tiny', dict(img_size=64), 64, 8),
+    ('visformer', 'visformer_tiny', dict(img_size=128), 128, 8),
     ('vision_transformer', 'vit_base_patch16_siglip_224', VIT, 32, 3),
     ('vision_transformer', 'vit_dlittle_patch16_reg1_gap_256', VIT, 32, 4),
     ('vision_transformer_hybrid', 'vit_tiny_r_s16_p8_224', dict(VIT, img_size=64, patch_size=1), 64, 2),

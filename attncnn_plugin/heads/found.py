@@ -262,7 +262,10 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
             of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
             raise _Undo
         for name, own in chosen.items():
+            inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
             for key in tensors[name]:
+                if key.startswith(inside):  # of other attention, whose bias of keys has rounding errors
+                    continue
                 found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
                 if found is not None:
                     own.owners[key] = found
