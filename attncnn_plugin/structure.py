@@ -108,7 +108,7 @@ def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
     before = number_of_parameters(model)
     for name, structure in structures.items():
         module = new = model.get_submodule(name)
-        what, size, change = _in_words(module, structure, 'now'), number_of_parameters(module), None
+        what, size, change = _in_words(module, structure, 'before'), number_of_parameters(module), None
         if isinstance(structure, nn.Module):
             new = structure
             model.set_submodule(name, new)

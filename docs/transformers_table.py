@@ -1,6 +1,6 @@
 """Writes the table of docs/transformers.md: one small model of every architecture, what is seen, and what is right.
 
-Run by hand, ``python docs/transformers.py [GLOB …]``; a slow test runs a few rows of it.
+Run by hand, ``python docs/transformers_table.py [GLOB …]``; a slow test runs a few rows of it.
 """
 
 import contextlib
@@ -8,17 +8,21 @@ import copy
 import fnmatch
 import importlib
 import sys
+import tempfile
 import warnings
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from transformers_models import CLASSES, HUGGING_FACE, OTHERS, TIMM
 
-from attncnn_plugin import rollout
+from attncnn_plugin import follow_state_dict, rollout
 from attncnn_plugin.heads.seen import watching
+from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 
 class Row(NamedTuple):
@@ -40,6 +44,8 @@ class Result(NamedTuple):
     difference: float
     changed: bool
     rollout: str
+    pruned: str
+    loaded: str
 
 
 def timm_row(file: str, name: str, settings: Dict[str, Any], size: int, there: int) -> Row:
@@ -158,14 +164,55 @@ def flat(output: Any) -> List[Tensor]:
     return [own for part in parts for own in flat(part)]
 
 
+def inputs_of(row: Row) -> Any:
+    """Returns what a model takes."""
+    torch.manual_seed(1)
+    return torch.randn(row.inputs) if isinstance(row.inputs, torch.Size) else row.inputs
+
+
+def pruned(row: Row, fresh: Executor) -> Tuple[str, str]:
+    """Removes a head of all layers that have two, and loads the model in another process; says what came of it."""
+    model, inputs = enlarged(row.build(True)), inputs_of(row)
+    try:
+        heads = {name: [0] for name, own in prunable_heads(model, inputs).items() if own.num_heads > 1}
+        if not heads:
+            return '–', '–'
+        difference = prune_heads(model, heads, inputs).difference
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return str(error), '–'
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        torch.save(model.state_dict(), f'{folder}/pruned.pth')
+        torch.manual_seed(2)
+        torch.save(flat(call(model, inputs)), f'{folder}/outputs.pth')
+        return f'{difference:.0e}', fresh.submit(loaded, ROWS.index(row), folder).result()
+
+
 @torch.no_grad()
-def result(row: Row) -> Result:
-    """Runs a model unwatched, watched and unfused."""
+def loaded(number: int, folder: str) -> str:
+    """Builds the model of a row, and loads what was pruned into it; says whether its outputs are the same."""
+    warnings.filterwarnings('ignore')
+    model, state = ROWS[number].build(True), torch.load(f'{folder}/pruned.pth', weights_only=True)
+    try:
+        follow_state_dict(model, state)
+        model.load_state_dict(state)
+        model.eval()
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    inputs = inputs_of(ROWS[number])
+    torch.manual_seed(2)
+    outputs = zip(flat(call(model, inputs)), torch.load(f'{folder}/outputs.pth', weights_only=True))
+    return (
+        'yes' if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in outputs) else 'other outputs'
+    )
+
+
+@torch.no_grad()
+def result(row: Row, fresh: Executor) -> Result:
+    """Runs a model unwatched, watched and unfused, and pruned, and pruned in a fresh process."""
     from timm.layers import set_fused_attn
 
     model = enlarged(row.build(True))
-    torch.manual_seed(1)
-    inputs = torch.randn(row.inputs) if isinstance(row.inputs, torch.Size) else row.inputs
+    inputs = inputs_of(row)
     maps: Dict[str, Tensor] = {}
     torch.manual_seed(2)
     before = flat(call(model, inputs))
@@ -192,7 +239,7 @@ def result(row: Row) -> Result:
         rolled = 'yes' if rollout(model, inputs).isfinite().all() else 'not finite'
     except ValueError as error:
         rolled = str(error)
-    return Result(len(maps), compared, max(differences, default=float('nan')), changed, rolled)
+    return Result(len(maps), compared, max(differences, default=float('nan')), changed, rolled, *pruned(row, fresh))
 
 
 def hugging_face_row(name: str, settings: Dict[str, Any], inputs: Any, there: int) -> Row:
@@ -244,6 +291,8 @@ def line_of(row: Row, result: Result) -> str:
         f'{result.seen} of {row.there}',
         '–' if not result.compared else f'{result.difference:.0e}' if result.difference else '0',
         'changed' if result.changed else 'same',
+        next((short for part, short in REFUSALS.items() if part in result.pruned), result.pruned.replace('0e+00', '0')),
+        next((short for part, short in REFUSALS.items() if part in result.loaded), result.loaded),
         next(short for part, short in REFUSALS.items() if part in result.rollout),
     ]
     return f'| {" | ".join(cells)} |'
@@ -255,9 +304,13 @@ REFUSALS = {
     'of the layers before': 'other tokens',
     'a rollout ends there': 'pooled before',
     'give grid': 'needs `grid`',
+    'of single heads': 'shared',
+    'cannot be removed': 'refused',
+    'does not support backward': 'no gradient',
+    'Missing key': 'refuses its own',
 }
-HEADER = """| library | model | seen | difference | output | rollout |
-| ------- | ----- | ---- | ---------- | ------ | ------- |
+HEADER = """| library | model | seen | difference | output | pruned | loaded | rollout |
+| ------- | ----- | ---- | ---------- | ------ | ------ | ------ | ------- |
 """
 ROWS = [timm_row(*own) for own in TIMM]
 ROWS += [hugging_face_row(*own) for own in HUGGING_FACE] + [other_row(*own) for own in OTHERS]
@@ -266,19 +319,23 @@ ROWS += [hugging_face_row(*own) for own in HUGGING_FACE] + [other_row(*own) for 
 def main() -> None:
     """Prints the lines of models that globs choose; of all, writes them into the page too."""
     warnings.filterwarnings('ignore')
-    lines, whole, with_softmax = [], 0, 0
-    for row in ROWS:
-        if any(fnmatch.fnmatch(f'{row.library}.{row.name}', glob) for glob in sys.argv[1:] or ['*']):
-            own = result(row)
-            lines.append(line_of(row, own))
-            print(lines[-1], own.rollout if len(sys.argv) > 1 else '', flush=True)
-            with_softmax += row.there > 0
-            whole += row.there > 0 and own.seen == row.there
+    lines, whole, with_softmax, with_heads, again = [], 0, 0, 0, 0
+    with ProcessPoolExecutor(1, mp_context=get_context('spawn')) as fresh:
+        for row in ROWS:
+            if any(fnmatch.fnmatch(f'{row.library}.{row.name}', glob) for glob in sys.argv[1:] or ['*']):
+                own = result(row, fresh)
+                lines.append(line_of(row, own))
+                print(lines[-1], own.rollout, own.pruned if len(sys.argv) > 1 else '', flush=True)
+                with_softmax += row.there > 0
+                whole += row.there > 0 and own.seen == row.there
+                with_heads += own.pruned != '–'
+                again += own.loaded == 'yes'
     if len(sys.argv) == 1:
         page = Path(__file__).parent / 'transformers.md'
         before, _, rest = page.read_text(encoding='utf-8').partition('<!-- table -->\n')
         after = rest.partition('<!-- end -->')[2]
         share = f'All attention is seen of {whole} of the {with_softmax} models that have softmax attention.'
+        share += f'\n{again} of the {with_heads} with several heads are pruned and loaded again.'
         table = HEADER + '\n'.join(lines)
         text = f'{before}<!-- table -->\n\n{share}\n\n{table}\n\n<!-- end -->{after}'
         page.write_text(text, encoding='utf-8')

@@ -43,7 +43,9 @@ class _Sizes(ast.NodeTransformer):
         if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
             sizes = sizes[0].elts
         is_known = any(isinstance(own, (ast.UnaryOp, ast.Starred)) for own in sizes)
-        if name in VIEWS and len(sizes) > 1 and not is_known and not isinstance(sizes[-1], ast.Constant):
+        last = getattr(sizes[-1], 'attr', getattr(sizes[-1], 'id', '')) if sizes else ''
+        is_known |= not sizes or isinstance(sizes[-1], ast.Constant) or 'head' in last and 'all' not in last
+        if name in VIEWS and len(sizes) > 1 and not is_known:
             sizes[-1], self.found = ast.UnaryOp(ast.USub(), ast.Constant(1)), True
         return node
 
@@ -84,20 +86,27 @@ def rewritten(function: Callable[..., Any], cls: type, built: int) -> Callable[.
     return namespace[function.__name__]
 
 
-@functools.cache
-def forward_of_class(cls: Any, built: int) -> Callable[..., Any]:
-    """Returns the forward pass of modules of a class that were built with more heads.
+_cached = functools.cache(rewritten)
+
+
+class RewrittenForward:
+    """The forward pass of a module that was built with more heads; copies and pickles are those of the module's class.
 
     Raises:
         TypeError: It cannot be rewritten.
     """
-    is_of_torch = cls.forward is nn.MultiheadAttention.forward
-    return forward_of_torch if is_of_torch else rewritten(cls.forward, cls, built)
 
+    def __init__(self, module: Any, built: int) -> None:
+        self.module, self.built, own = module, built, type(module).forward
+        is_of_torch = own is nn.MultiheadAttention.forward
+        self.function = forward_of_torch if is_of_torch else _cached(own, type(module), built)
 
-def forward_with_fewer_heads(module: nn.Module, built: int, *args: Any, **kwargs: Any) -> Any:
-    """Computes the output of a module that was built with more heads, its ``forward``."""
-    return forward_of_class(type(module), built)(module, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the output of the module."""
+        return self.function(self.module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, self.built)
 
 
 def forward_of_torch(
@@ -116,7 +125,7 @@ def forward_of_torch(
         need_weights=need_weights, attn_mask=attn_mask, average_attn_weights=average_attn_weights
     )
     if query.is_nested:  # nn.TransformerEncoder has cut padding off
-        rows = [forward_of_torch(module, own, own, own, **given)[0] for own in query.unbind()]
+        rows = [forward_of_torch(module, *own, **given)[0] for own in zip(*(x.unbind() for x in (query, key, value)))]
         return torch.nested.as_nested_tensor(rows), None
     if query.ndim == 2:  # no batch
         dim = 0 if module.batch_first else 1
@@ -160,4 +169,8 @@ def _mask(query: Tensor, key_padding_mask: Optional[Tensor], attn_mask: Optional
         return total
     mask = added(attn_mask)
     mask = mask.unflatten(0, (len(query), -1)) if mask.ndim == 3 else mask  # (B·N_h, Q, K)
+    if mask.ndim == 4 and mask.shape[1] != query.shape[1]:  # for the heads that there were at first
+        if not (mask == mask[:, :1]).all():
+            raise ValueError('attn_mask differs between heads, of which some are gone: give one that does not')
+        mask = mask[:, :1]
     return mask if total is None else total + mask

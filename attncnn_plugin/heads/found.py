@@ -5,23 +5,26 @@ just in the entries that this head is made of, its queries, keys, values and bia
 all heads share.
 """
 
+import itertools
 import os
 import re
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
 from ..change import all_or_nothing, held_by
 from .seen import AnyAttention, FunctionsSeen, watching
-from .sizes import forget_caches, record_of
+from .sizes import compute_anew, record_of
 
 Run = Callable[[], Any]
 Call = Optional[Callable[[nn.Module, Any], Any]]
@@ -107,6 +110,7 @@ def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
     def brought(own: Any) -> Any:
         if not isinstance(own, Tensor) or like is None:
             return own
+        own = own.clone() if own.is_inference() else own
         return own.to(like.device, like.dtype if own.is_floating_point() else None)
 
     if call is not None:
@@ -221,18 +225,22 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 
 
 @contextmanager
-def masking(model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known."""
+def masking(
+    model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
+) -> Iterator[Dict[str, List[Tensor]]]:
+    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields the outputs by layers."""
+    masked: Dict[str, List[Tensor]] = {}
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
         if not heads.get(name):
             return output
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
-        return attention.where(heads[name], torch.zeros(1), output)
+        masked.setdefault(name, []).append(attention.where(heads[name], torch.zeros(1), output))
+        return masked[name][-1]
 
     with watching(model, touch=touch, again=True):
-        yield
+        yield masked
 
 
 @torch.inference_mode(False)
@@ -250,25 +258,48 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
         left = [(own, near) for own, near in left if chosen.get(near) is not own]
         with suppress(_Undo), all_or_nothing(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
             with same_numbers():
-                tensors = {near: _randomized(model, near) for near in chosen}
+                tensors = {name: _randomized(model, name) for name in chosen}
+            with _Alive():
+                for near in chosen:
+                    compute_anew(model.get_submodule(near))
             most = max(own.num_heads for own in chosen.values())
-            of_heads = [_influence(model, chosen, head, tensors, run) for head in range(most)]
+            upstream: Set[str] = set()
+            of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
             raise _Undo
-        for near, own in chosen.items():
-            masks = {key: [found[key] for found in of_heads[: own.num_heads]] for key in tensors[near]}
-            owners = {key: _owners(of_tensor) for key, of_tensor in masks.items()}
-            own.owners = {key: found for key, found in owners.items() if found is not None}
-            _complete(own, tensors[near])
-            if near and not any(dim for dim, _ in own.owners.values()):  # what reads the heads is farther away
-                left.append((own, near.rpartition('.')[0]))
+        for name, own in chosen.items():
+            inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
+            for key in tensors[name]:
+                if key.startswith(inside):  # of other attention, whose bias of keys has rounding errors
+                    continue
+                found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
+                if found is not None:
+                    own.owners[key] = found
+            _complete(own, model.get_submodule(name), name, upstream)
+            if name and not any(dim for dim, _ in own.owners.values()):  # what reads the heads is farther away
+                left.append((own, name.rpartition('.')[0]))
+                own.owners = {}
+
+
+def _is_in(name: str, other: str) -> bool:
+    return not other or f'{name}.'.startswith(f'{other}.')
 
 
 class _Undo(Exception):
     """Has what was changed put back."""
 
 
-def _is_in(name: str, other: str) -> bool:
-    return not other or f'{name}.'.startswith(f'{other}.')
+class _Alive(TorchFunctionMode):
+    """Has activations that are 0 somewhere computed as one that is not: no gradient is 0 behind a dead unit."""
+
+    FLAT = {
+        *(F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.threshold),
+        *(F.hardtanh, F.hardswish, F.hardsigmoid),
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:  # of what is kept for evaluation, too
+            return None
+        return F.silu(args[0]) if func in self.FLAT else func(*args, **(kwargs or {}))
 
 
 def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
@@ -278,7 +309,8 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
         is_norm = isinstance(own, nn.modules.batchnorm._NormBase)  # whose statistics cannot be differentiated
         for tensors in (own._parameters, {} if is_norm else own._buffers):
             for leaf, tensor in tensors.items():
-                if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                is_dense = tensor is not None and tensor.layout == torch.strided
+                if is_dense and tensor.is_floating_point() and tensor.numel():
                     new = torch.empty_like(tensor, requires_grad=False).normal_(std=0.1)
                     new = nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new.requires_grad_()
                     tensors[leaf] = found[f'{path}.{leaf}'.lstrip('.')] = new  # type: ignore[index]
@@ -287,42 +319,40 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 
 def _influence(
     model: nn.Module,
-    chosen: Mapping[str, FoundHeads],
+    layers: Mapping[str, FoundHeads],
     head: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
     run: Run,
+    upstream: Set[str],
 ) -> Dict[str, List[Tensor]]:
-    """Returns, by dimension, in which entries of tensors a module gives something else for one head alone.
+    """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone.
 
-    Args:
-        model (nn.Module): The model.
-        chosen (Mapping[str, FoundHeads]): By the name of a module, the attention in it.
-        head (int): The head whose output is not zero.
-        tensors (Mapping[str, Mapping[str, Tensor]]): By the names of the module and its own, the tensors.
-        run (Callable): Runs the model.
+    The names of tensors that the heads themselves are made of are added to ``upstream``.
     """
-    named = {key: tensor for own in tensors.values() for key, tensor in own.items()}
-    layers = {own.name: own for own in chosen.values()}
-    others = {name: [other for other in range(own.num_heads) if other != head] for name, own in layers.items()}
-    given: List[Tensor] = []
+    others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers.values()}
+
+    def gradients(outputs: Iterable[Any], given: Sequence[Tensor]) -> Sequence[Any]:
+        found = [own for own in outputs if isinstance(own, Tensor) and own.requires_grad]
+        random = [torch.randn_like(own) for own in found]
+        return torch.autograd.grad(found, given, random, True, allow_unused=True) if found else [None] * len(given)
+
+    everything = [(name, own) for near in tensors.values() for name, own in near.items()]
+    outputs: List[Any] = []
     with same_numbers(), ExitStack() as stack:
-        for near in chosen:
-            forget_caches(model.get_submodule(near))  # with graphs of an earlier pass
-            see = lambda module, args, output: given.extend(islice(floats_in(output), 1))  # noqa: E731
+        for near in layers:
+            see = lambda module, args, output: outputs.extend(islice(floats_in(output), 1))  # noqa: E731
             stack.enter_context(model.get_submodule(near).register_forward_hook(see))
-        stack.enter_context(masking(model, layers, others))
-        result = run()
-        given = given or list(islice(floats_in(result), 1))  # of a model that is called in parts
-        loss = sum((own * torch.randn_like(own)).sum() for own in given if own.requires_grad)
-        no_gradients: Any = [None] * len(named)
-        found = (
-            torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-            if isinstance(loss, Tensor)
-            else no_gradients
-        )
+        stack.enter_context(_Alive())
+        alone = stack.enter_context(masking(model, {own.name: own for own in layers.values()}, others))
+        outputs += floats_in(run())  # of which one may be the keys of all heads, cached
+        of_layers = [gradients(alone.get(layers[near].name, ()), list(own.values())) for near, own in tensors.items()]
+        found = zip(itertools.chain(*of_layers), gradients(outputs, [own for _, own in everything]))
     influence = {}
-    for (name, own), gradient in zip(named.items(), found):
-        changed = torch.zeros_like(own, dtype=torch.bool) if gradient is None else gradient != 0
+    for (name, own), both in zip(everything, found):
+        before, after = (torch.zeros_like(own) if gradient is None else gradient for gradient in both)
+        if before.any():
+            upstream.add(name)
+        changed = (before if before.any() else after) != 0
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
     return influence
 
@@ -345,12 +375,24 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
     return None
 
 
-def _complete(own: FoundHeads, names: Iterable[str]) -> None:
-    """Lets biases follow their weights: to a bias of keys softmax is blind, but for rounding errors."""
-    for name in names:
-        weight = own.owners.get(f'{name[:-4]}weight') if name.endswith('bias') else None
-        if weight is not None and weight[0] == 0:
-            own.owners[name] = weight
+def _complete(own: FoundHeads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
+    """Lets what a map to heads has beside its weight follow it, and the weight its bias.
+
+    To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the
+    statistics of a norm cannot be differentiated.
+    """
+    for path, module in near.named_modules(prefix=prefix):
+        tensors: Dict[str, Any] = {'weight': None, 'bias': None, **module._parameters, **module._buffers}
+        weight, bias = f'{path}.weight'.lstrip('.'), f'{path}.bias'.lstrip('.')
+        dim, owners = own.owners.get(weight, own.owners.get(bias, (0, None)))
+        is_map = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+        if tensors['weight'] is None or owners is None or dim and is_map:
+            continue
+        if tensors['weight'].ndim == 1 or upstream & {weight, bias}:
+            own.owners.setdefault(weight, (dim, owners))
+            for leaf, tensor in tensors.items():
+                if leaf != 'weight' and tensor is not None and tensor.shape == (len(owners),):
+                    own.owners[f'{path}.{leaf}'.lstrip('.')] = 0, owners
     for name, (dim, owners) in own.owners.items():
         known = owners.any(1)
         for _, other in own.owners.values():

@@ -226,7 +226,7 @@ class Attention:
             tensor = tensor.unflatten(axis, (-1, size, inside))
             labels[axis : axis + 1] = [label, '', label]
         order = sorted(range(len(labels)), key=lambda axis: not labels[axis])  # heads last
-        tensor = tensor.permute(*order, *range(len(labels), tensor.ndim))
+        tensor = tensor.permute([*order, *range(len(labels), tensor.ndim)])
         number = math.prod(size for _, size, _ in heads)
         rows = math.prod(tensor.shape[: len(labels)]) // max(number, 1)
         return tensor.reshape(rows, number, *tensor.shape[len(labels) :])

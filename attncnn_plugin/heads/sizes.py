@@ -5,8 +5,6 @@ sizes follow, so that a state dict carries all that another model needs to take 
 reads it, as it stands in the error of a loading that does not.
 """
 
-import functools
-import re
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Tuple
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.state_dicts import StructureError
-from .forward import forward_of_class, forward_with_fewer_heads
+from .forward import RewrittenForward
 
 RECORD = 'attncnn_follow_state_dict'
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
@@ -23,8 +21,6 @@ OWN, TOKENS, VIEWS = 1, 2, 4
 WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
-IS_SIZE = re.compile('dim|size|width|channel|group')  # in the name of a number that is not one of heads
-IS_WIDTH = re.compile('all_head|^(?!.*head).*(dim|width|channel|feature|hidden)')  # in that of a number of channels
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
 
 
@@ -51,46 +47,64 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
-    owners = []
+    owners, read = [], False
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
-        owners.append(module.get_submodule(path))
-        _set_sizes_of_map(owners[-1], leaf, old, new)
-        widths.update({was: own for was, own in zip(old, new) if was != own})
-    forget_caches(module)
+        owner = module.get_submodule(path)
+        _set_sizes_of_map(owner, leaf, old, new)
+        owners.append(owner)
+        widths.update({was: own for was, own in zip(old, new) if was not in (own, before)})
+        read |= old[1:] != new[1:]
+    for was, own in () if read else list(widths.items()):  # of two or three maps
+        widths.update({was // maps: own // maps for maps in (3, 2) if was % maps == own % maps == 0})
     views = 0
-    for part in module.modules():
-        counts = [key for key, value in vars(part).items() if 'head' in key and _counts_heads(key, value, before)]
+    for own in module.modules():
+        numbers = {key: value for key, value in vars(own).items() if type(value) is int}
+        counts = {
+            key: value
+            for key, value in numbers.items()
+            if is_number_of_heads(key, value) and (value == before or _is_of_keys(key) and 0 < value < before)
+        }
         if not counts:
             continue
-        owners.append(part)
-        for key, value in [(key, value) for key, value in vars(part).items() if type(value) is int]:
-            if key in counts:
-                setattr(part, key, value * after // before)
-            elif way & OWN and value in widths and IS_WIDTH.search(key) and (way & TOKENS or key not in OF_TOKENS):
-                setattr(part, key, widths[value])
-        views += bool(way & VIEWS and _rewrite(part, built))
+        of_one = {value for key, value in numbers.items() if key not in counts and ('dim' in key or 'head' in key)}
+        for key, value in counts.items():
+            setattr(own, key, value * after // before)
+        for key, value in numbers.items():
+            if value % before == 0 and value // before in of_one:  # of all heads, beside that of one
+                widths.setdefault(value, value // before * after)
+            is_of_one = key in counts or 'head' in key and 'all' not in key
+            if way & OWN and not is_of_one and value in widths and (way & TOKENS or key not in OF_TOKENS):
+                setattr(own, key, widths[value])
+        owners.append(own)
+        views += bool(way & VIEWS and _rewrite(own, built))
     for own in owners:
         for key, value in vars(own).items():  # the shape of biases
-            if isinstance(value, tuple) and value[-1:] == (before,):
+            if 'bias' in key and isinstance(value, tuple) and value[-1:] == (before,):
                 vars(own)[key] = (*value[:-1], after)
+    compute_anew(module)
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
 
 
-def forget_caches(module: nn.Module) -> None:
-    """Empties the dicts of tensors that modules fill by themselves, as with biases of another number of heads."""
-    for own in module.modules():
-        for key, value in vars(own).items():
-            is_cache = key not in ('_parameters', '_buffers') and isinstance(value, dict)
-            if is_cache and value and all(isinstance(tensor, Tensor) for tensor in value.values()):
-                vars(own)[key] = type(value)()
+def compute_anew(module: nn.Module) -> None:
+    """Has a module compute again what it keeps while it is evaluated, such as biases of relative positions."""
+    modes = {own: own.training for own in module.modules()}
+    module.train()
+    module.eval()
+    for own, mode in modes.items():
+        own.training = mode
 
 
-def _counts_heads(key: str, value: Any, number: int) -> bool:
-    """Says whether an attribute is the number of heads, or that of keys, which heads may share."""
-    of_keys = 'kv' in key or 'key_value' in key
-    return type(value) is int and not IS_SIZE.search(key) and (value == number or of_keys and 0 < value < number)
+def is_number_of_heads(key: str, value: Any) -> bool:
+    """Says whether an attribute is a number of heads, by its name."""
+    is_size = any(size in key for size in ('dim', 'size', 'width', 'channel', 'group'))
+    return type(value) is int and 'head' in key and not is_size
+
+
+def _is_of_keys(key: str) -> bool:
+    """Says whether a number of heads is that of keys, which heads may share."""
+    return 'kv' in key or 'key_value' in key
 
 
 def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
@@ -101,24 +115,23 @@ def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -
         if owner.groups == old[0] != new[0]:  # of each channel
             owner.groups = owner.in_channels = new[0]
         owner.out_channels, owner.in_channels = new[0], new[1] * owner.groups
-    elif leaf == 'weight':  # a norm
-        for key in ('num_features', 'num_channels'):
-            if vars(owner).get(key) == old[0]:
-                setattr(owner, key, new[0])
+    elif leaf == 'weight':
+        changed = {was: own for was, own in zip(old, new) if was not in new}
+        for key, value in list(vars(owner).items()):  # of a norm, or a map of another library
+            if type(value) is int and value in changed:
+                setattr(owner, key, changed[value])
         if vars(owner).get('normalized_shape') == tuple(old):
             owner.normalized_shape = tuple(new)
 
 
 def _rewrite(module: Any, built: int) -> bool:
     """Gives a module a forward pass that needs no number of heads, where that is possible; says whether it was."""
-    forward = vars(module).get('forward')
-    if forward is not None and getattr(forward, 'func', None) is not forward_with_fewer_heads:
+    if not isinstance(vars(module).get('forward'), (type(None), RewrittenForward)):
         raise TypeError(f'something else has replaced the forward pass of a {type(module).__name__}')
     try:
-        forward_of_class(type(module), built)
+        module.forward = RewrittenForward(module, built)
     except TypeError:
         return False
-    module.forward = functools.partial(forward_with_fewer_heads, module, built)
     if isinstance(module, nn.MultiheadAttention):
         module._qkv_same_embed_dim = False  # else nn.TransformerEncoderLayer does not call it
     return True
@@ -129,16 +142,17 @@ class FewerHeads:
     """The number of heads that attention has in a state dict, with the shapes there.
 
     Attributes:
-        built, now, left (int): The number of heads that it was built with, has now, and is to have.
+        built, left (int): The number of heads that it was built with, and has now.
         way (int): One of ``WAYS``.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
+        before (int): The number of heads in the model.
     """
 
     built: int
-    now: int
     left: int
     way: int
     shapes: Mapping[str, torch.Size]
+    before: int
 
     @classmethod
     def of(cls, module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> Optional['FewerHeads']:
@@ -154,14 +168,15 @@ class FewerHeads:
         if own == (built, left, way) or any(name not in shapes for name, _ in module.named_parameters()):
             return None
         now = own[1] if own else built
-        attributes = [item for part in module.modules() for item in vars(part).items()]
-        numbers = [value for key, value in attributes if 'head' in key and not IS_SIZE.search(key)]
-        if numbers and now not in numbers or own and own[0] != built:
+        values = [
+            value for part in module.modules() for key, value in vars(part).items() if is_number_of_heads(key, value)
+        ]
+        if values and now not in values or own and own[0] != built:
             raise StructureError(
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
             )
-        return cls(built, now, left, way, shapes)
+        return cls(built, left, way, shapes, now)
 
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
@@ -170,7 +185,7 @@ class FewerHeads:
             _resize(module, name, shape)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
-        set_sizes(module, shapes, self.built, self.now, self.left, self.way)
+        set_sizes(module, shapes, self.built, self.before, self.left, self.way)
         write_record(module, self.built, self.left, self.way)
 
     def _changed(self, module: nn.Module) -> Dict[str, torch.Size]:

@@ -75,6 +75,7 @@ def example_run(model: nn.Module, inputs: Any = None, call: Call = None) -> Run:
     return lambda: network.module(images)
 
 
+@torch.inference_mode(False)
 def prune_heads(
     model: nn.Module,
     heads: Mapping[Union[str, int], Sequence[int]],
@@ -219,7 +220,7 @@ def _cut_and_compare(
     for name, heads in gone.items():
         layer: Any = layers[name]
         homes[name] = home = model.get_submodule(layer.home)
-        before, kept = shapes_of(home), with_statistics(model, layer.kept(heads))
+        before, kept = shapes_of(home), layer.kept(heads)
         buffers = {key: own for key, own in model.named_buffers() if key in kept}
         replaced.update(keep_entries(model, {key: own for key, own in kept.items() if key not in buffers}))
         for key, buffer in buffers.items():
@@ -245,17 +246,6 @@ def _cut_and_compare(
         f'heads of {names} cannot be removed: a {type(model.get_submodule(next(iter(gone)))).__name__} cannot run with '
         f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))})'
     )
-
-
-def with_statistics(model: nn.Module, kept: Mapping[str, Tuple[int, Tensor]]) -> Dict[str, Tuple[int, Tensor]]:
-    """Adds the statistics of norms whose weights lose entries."""
-    found = dict(kept)
-    for name, (dim, index) in kept.items():
-        path, _, leaf = name.rpartition('.')
-        norm = model.get_submodule(path)
-        if leaf == 'weight' and isinstance(norm, nn.modules.batchnorm._NormBase):
-            found.update({f'{path}.{key}': (dim, index) for key, own in norm.named_buffers() if own.ndim})
-    return found
 
 
 def computed(

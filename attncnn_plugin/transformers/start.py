@@ -179,9 +179,7 @@ def init_as_convolution(
 def _check(attention: Attention) -> None:
     """Refuses attention whose heads cannot be given a shift."""
     reason, norm = attention.adapter.refused, getattr(attention.module, 'q_norm', None)
-    if attention.num_heads == 0:
-        reason = 'it has no heads left'
-    elif not attention.map_names:
+    if not attention.map_names:
         reason = f'it has no {" or ".join(attention.adapter.maps)} with weights of its own'
     elif not isinstance(norm, (nn.Identity, type(None))):
         reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'

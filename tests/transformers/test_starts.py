@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin import attention_maps
-from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.relative_tables import log_share_of_peak
@@ -329,13 +328,6 @@ def test_compiled_models():
 def test_a_model_without_values():
     with pytest.raises(ValueError, match='model is a VisionTransformer on the meta device, without values'):
         init_as_convolution(small_vit().to('meta'))
-
-
-def test_layers_without_heads():
-    model = small_vit(depth=2)
-    prune_heads(model, {1: [0, 1]}, allow_empty=True)
-    with pytest.raises(ValueError, match='blocks.1.attn is a Attention that cannot start .*: it has no heads left'):
-        init_as_convolution(model)
 
 
 def test_attention_that_does_not_run():
