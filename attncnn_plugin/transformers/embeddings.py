@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.window import CONVOLUTIONS, shown
-from .adapters import Attention
+from .attention_parts import Attention
 from .vision_transformer import Transformer, find_transformer
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
@@ -200,7 +200,7 @@ class PositionChannels:
         with ExitStack() as stack:
             for attention in self.attentions:
                 see = partial(set_attention, attention)
-                stack.enter_context(attention.called.register_forward_pre_hook(see, with_kwargs=True))
+                stack.enter_context(attention.module.register_forward_pre_hook(see, with_kwargs=True))
                 for module in mlp_maps(attention)[:-1]:
                     if module.in_features == attention.width:
                         stack.enter_context(module.register_forward_pre_hook(set_map))
@@ -214,7 +214,7 @@ class PositionChannels:
 
 def mlp_maps(attention: Attention) -> List[nn.Linear]:
     """Returns the linear maps beside an attention in its block: the last one writes into the tokens."""
-    own, block = set(attention.called.modules()), attention.module if attention.adapter.called else attention.block
+    own, block = set(attention.module.modules()), attention.block
     found = [module for module in block.modules() if isinstance(module, nn.Linear) and module not in own]
     if not found or {found[-1].out_features, attention.output.out_features} != {attention.width}:
         raise ValueError(

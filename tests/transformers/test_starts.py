@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin import attention_maps
-from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.relative_tables import log_share_of_peak
@@ -331,18 +330,11 @@ def test_a_model_without_values():
         init_as_convolution(small_vit().to('meta'))
 
 
-def test_layers_without_heads():
-    model = small_vit(depth=2)
-    prune_heads(model, {1: [0, 1]}, allow_empty=True)
-    with pytest.raises(ValueError, match='blocks.1.attn is a Attention that cannot start .*: it has no heads left'):
-        init_as_convolution(model)
-
-
 def test_attention_that_does_not_run():
     model = small_vit(depth=2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.blocks[1].forward = lambda x, **_: x
-    with pytest.raises(ValueError, match='blocks.1.attn is attention that a VisionTransformer does not run on images'):
+    with pytest.raises(ValueError, match='blocks.1.attn is attention that a VisionTransformer does not run on patches'):
         init_as_convolution(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
