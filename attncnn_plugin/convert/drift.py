@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attention.evaluation_mode import evaluating
 from ..attention.precision import widest_float
 from ..change import all_or_nothing, held_by
+from ..heads.found import same_numbers
 
 
 def tensors_in(output: Any) -> List[Tensor]:
@@ -57,10 +58,8 @@ def drifts(
             'submodule, in a plain list for instance, so it cannot be converted'
         )
 
-    tensors = (*model.parameters(), *model.buffers())
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == 'cuda'})
     kept = all_or_nothing([model, *replacements.values()], values=model.buffers())
-    with suppress(_Undo), kept, evaluating(model), torch.random.fork_rng(devices), torch.no_grad():
+    with suppress(_Undo), kept, evaluating(model), same_numbers(), torch.no_grad():
         for name, conv in layers.items():
             conv.register_forward_hook(partial(compare, name), with_kwargs=True)
         before = tensors_in(model(inputs))

@@ -109,8 +109,7 @@ def position_embedding(network: Transformer, patches: int) -> Tensor:
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
         raise ValueError(
             f'{network.layout.position}={shown(embedding)} of a {network.kind} must be a parameter of shape '
-            '(1, N, D), for '
-            f'{patches} patches and up to {prefix} other tokens'
+            f'(1, N, D), for {patches} patches and up to {prefix} other tokens'
         )
     return embedding.data[0]
 
@@ -191,6 +190,12 @@ class PositionChannels:
 
         def set_attention(attention: Attention, module: nn.Module, args: Any, kwargs: Any) -> None:
             tokens = attention.tokens(args, kwargs)
+            number, (height, width) = tokens[0, ..., 0].numel(), self.network.grid
+            if number != height * width + self.network.num_prefix_tokens:
+                raise ValueError(
+                    f'{attention.name} gets {number} tokens, but a {self.network.kind} has {height}×{width} patches '
+                    f'and {self.network.num_prefix_tokens} other tokens'
+                )
             self._keep_content(attention.weight('v'), tokens)
             set_heads(attention, tokens)
 

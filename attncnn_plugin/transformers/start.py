@@ -131,10 +131,9 @@ def init_as_convolution(
         >>> max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
         True
     """
-    if method not in METHODS:
-        raise ValueError(f'method={shown(method)} must be one of {METHODS}')
-    if shifts not in SHIFTS:
-        raise ValueError(f'shifts={shown(shifts)} must be one of {SHIFTS}')
+    for name, own, known in (('method', method, METHODS), ('shifts', shifts, SHIFTS)):
+        if own not in known:
+            raise ValueError(f'{name}={shown(own)} must be one of {known}')
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     network = find_transformer(model)
@@ -243,12 +242,7 @@ def random_images(network: Transformer, seed: int = 0) -> Tensor:
 
 
 def _report(
-    model: nn.Module,
-    network: Transformer,
-    attentions: List[Attention],
-    encoding: str,
-    alpha: float,
-    images: Tensor,
+    model: nn.Module, network: Transformer, attentions: List[Attention], encoding: str, alpha: float, images: Tensor
 ) -> List[LayerStart]:
     """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
 

@@ -23,6 +23,11 @@ from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_emb
         ('vit_relpos_small_patch16_224', dict(depth=1), 'blocks.0.attn are a RelPosMlp without a table of biases'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=10, num_heads=2), 'tokens of 10 channels are too narrow'),
+        (
+            'cait_xxs24_224',
+            dict(depth=1),
+            'blocks.0.attn gets 196 tokens, but a Cait has 14×14 patches and 1 other tokens',
+        ),
         ('vit_small_patch16_18x2_224', dict(depth=1), 'blocks.0.attns.0.attn needs an MLP beside it in its Seq'),
     ],
 )
