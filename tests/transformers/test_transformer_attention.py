@@ -6,7 +6,7 @@ import math
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, not_small, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, not_small, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.models.swin_transformer import WindowAttention
