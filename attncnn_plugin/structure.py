@@ -1,9 +1,8 @@
 """Brings any model to the structure of a state dict, by one verb."""
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Union
 
 import torch
 from safetensors.torch import load_file
@@ -12,12 +11,12 @@ from torch import nn
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
 from .attention.window import CONVOLUTIONS, shown
-from .change import Change, LayerChange, Successor, all_or_nothing, number_of_parameters, within
+from .change import Change
 from .checkpoint_files import load_from_local
 from .convert.convolutions import computed
-from .convert.models import in_words, successors
+from .convert.models import apply, in_words
 from .convert.pixels import OwnConvolution, check_settings, new_attention
-from .heads.sizes import RECORD, FewerHeads, number_of_heads
+from .heads.sizes import RECORD, FewerHeads
 
 HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema'  # of a state dict, in a checkpoint
 WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
@@ -65,8 +64,7 @@ def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str
         new = {name: copy_without_values(own) for name, own in structures.items() if isinstance(own, nn.Module)}
         apply(trial, {**structures, **new})
         check_loading(trial, state_dict, strict)
-    with all_or_nothing([model]):
-        return apply(model, structures)
+    return apply(model, structures)
 
 
 @torch.inference_mode(False)
@@ -97,37 +95,6 @@ def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> D
         if structure is not None:
             structures[name] = structure
     return structures
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
-    """Gives modules of a model, by name, the structures of :func:`plan`; their values are yet to be loaded."""
-    layers: List[LayerChange] = []
-    replaced: Dict[nn.Parameter, Successor] = {}
-    before = number_of_parameters(model)
-    for name, structure in structures.items():
-        module = new = model.get_submodule(name)
-        what, size, change = _in_words(module, structure, 'before'), number_of_parameters(module), None
-        if isinstance(structure, nn.Module):
-            new = structure
-            model.set_submodule(name, new)
-            replaced.update(within(name, successors(module, new)))
-        elif isinstance(structure, FewerHeads):
-            structure.apply(module)
-        else:
-            change = module.take_structure(structure)
-        if change is None:
-            after = _in_words(new, structure, 'left')
-            layers.append(LayerChange(name, what, after, size, number_of_parameters(new)))
-        else:
-            layers += [replace(layer, name=f'{name}.{layer.name}'.lstrip('.')) for layer in change.layers]
-            replaced.update(within(name, change.replaced))
-    return Change(tuple(layers), before, number_of_parameters(model), replaced)
-
-
-def _in_words(module: nn.Module, structure: Any, when: str) -> str:
-    return number_of_heads(getattr(structure, when)) if isinstance(structure, FewerHeads) else in_words(module)
 
 
 def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple, Union, cast
 
 import torch
@@ -17,17 +18,20 @@ from ..change import (
     Change,
     LayerChange,
     Successor,
+    all_or_nothing,
     check_not_distributed,
     number_of_parameters,
     succession,
     within,
 )
+from ..heads.sizes import FewerHeads, number_of_heads
 from .back import ConvFit, nearest_kernel
 from .convolutions import Convolution, convolution_with
 from .drift import drifts
 from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
 Named = Mapping[str, Any]  # layers of a model, or what belongs to them, by name
+NONE: Named = MappingProxyType({})
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 
@@ -70,7 +74,7 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
     attention, reports = _convert_each(chosen, lambda conv: conv_to_mhsa(conv, **settings))
     moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
     reports = {name: dataclasses.replace(report, drift=moved.get(name)) for name, report in reports.items()}
-    return _put_in_place(model, chosen, attention, reports, drift)
+    return apply(model, attention, reports, drift)
 
 
 @torch.inference_mode(False)
@@ -119,7 +123,7 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
             f'tolerance={tolerance:g}: {", ".join(too_far)}; the bound of {worst}, a {type(convs[worst]).__name__}, '
             f'is {too_far[worst]:.3g}; mhsa_to_conv turns a layer into the nearest plain convolution'
         )
-    return _put_in_place(model, layers, convs, fits)
+    return apply(model, convs, fits)
 
 
 def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
@@ -141,18 +145,45 @@ def _convert_each(layers: Named, convert: Callable[[Any], Tuple[Any, Any]]) -> T
     return converted, reports
 
 
-def _put_in_place(model: nn.Module, old: Named, new: Named, reports: Named, drift: Optional[float] = None) -> Change:
-    """Replaces layers of a model."""
-    before = number_of_parameters(model)
-    changes = []
+@torch.inference_mode(False)
+@torch.no_grad()
+def apply(model: nn.Module, structures: Named, reports: Named = NONE, drift: Optional[float] = None) -> Change:
+    """Gives modules of a model, by name, other structures; after an error nothing has changed.
+
+    Args:
+        model (nn.Module): The model.
+        structures (Mapping[str, Any]): By name, the module that takes a module's place, or what its ``take_structure``
+            takes, see :func:`attncnn_plugin.structure.plan`.
+        reports (Mapping[str, Any]): Of the new modules, by name. Defaults to none.
+        drift (float, optional): Of the model. Defaults to None.
+    """
+    layers: List[LayerChange] = []
     replaced: Dict[nn.Parameter, Successor] = {}
-    for name, layer in old.items():
-        sizes = number_of_parameters(layer), number_of_parameters(new[name])
-        changes.append(LayerChange(name, in_words(layer), in_words(new[name]), *sizes, reports[name]))
-        replaced.update(within(name, successors(layer, new[name])))
-    for name, layer in new.items():
-        model.set_submodule(name, layer)
-    return Change(tuple(changes), before, number_of_parameters(model), replaced, drift)
+    before = number_of_parameters(model)
+    with all_or_nothing([model]):
+        for name, structure in structures.items():
+            module: Any = model.get_submodule(name)
+            new = module
+            what, size, change = _in_words(module, structure, 'before'), number_of_parameters(module), None
+            if isinstance(structure, nn.Module):
+                new = structure
+                replaced.update(within(name, successors(module, new)))
+                model.set_submodule(name, new)
+            elif isinstance(structure, FewerHeads):
+                structure.apply(module)
+            else:
+                change = module.take_structure(structure)
+            if change is None:
+                sizes = size, number_of_parameters(new)
+                layers.append(LayerChange(name, what, _in_words(new, structure, 'left'), *sizes, reports.get(name)))
+            else:
+                layers += [dataclasses.replace(own, name=f'{name}.{own.name}'.lstrip('.')) for own in change.layers]
+                replaced.update(within(name, change.replaced))
+    return Change(tuple(layers), before, number_of_parameters(model), replaced, drift)
+
+
+def _in_words(module: nn.Module, structure: Any, when: str) -> str:
+    return number_of_heads(getattr(structure, when)) if isinstance(structure, FewerHeads) else in_words(module)
 
 
 def in_words(layer: Any) -> str:

@@ -13,10 +13,10 @@ from ..attention.state_dicts import Restructurable, StateDict
 from ..attention.window import CONVOLUTIONS
 from ..change import Change
 from ..convert import convs_to_attention
-from ..convert.models import check_convertible
+from ..convert.models import apply, check_convertible
 from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
-from ..structure import apply, plan
+from ..structure import plan
 from .backbones import refuse_unknown
 from .runner import record_new_parameters
 

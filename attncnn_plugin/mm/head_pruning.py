@@ -8,15 +8,7 @@ from ..change import number_of_parameters
 from ..pruning import prunable_heads
 from ..training import PruneHeads, parts_in_phases
 from .follow_state_dict import ChangingHook
-from .runner import (
-    HEAD_NUMBERS,
-    averaged_models,
-    head_numbers,
-    training_batches,
-    training_loss,
-    unwrapped,
-    wrap_again,
-)
+from .runner import HEAD_NUMBERS, averaged_models, head_numbers, training_batches, training_loss, unwrapped, wrap_again
 
 
 @HOOKS.register_module()

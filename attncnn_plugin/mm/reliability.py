@@ -12,7 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
 
 from ..checkpoint_files import load_from_local
-from .runner import averaged_models, checkpoint_to_load, is_resumed, load_from, seed_epoch
+from .runner import averaged_models, checkpoint_to_load, is_resumed, seed_epoch
 
 UNFIT = 'missing, damaged or without an optimizer'
 
@@ -110,7 +110,7 @@ class AtomicCheckpointHook(CheckpointHook):
             if name and os.path.realpath(name) != os.path.realpath(last or ''):
                 why = f'{last or "last_checkpoint"} is of another folder, {UNFIT}'
                 runner.logger.warning(f'{why}: resuming from {name} instead')
-            load_from(runner, name)
+            runner._load_from = name
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:
             return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error

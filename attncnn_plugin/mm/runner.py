@@ -31,11 +31,6 @@ def checkpoint_to_load(runner: Runner) -> Optional[str]:
     return runner._load_from
 
 
-def load_from(runner: Runner, filename: Optional[str]) -> None:
-    """Names the checkpoint that the run will load or resume from."""
-    runner._load_from = filename
-
-
 def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
     """Adds parameters that a model got by loading to mmengine's record of ``init_weights``: a post-hook of loading."""
     record = getattr(model, '_params_init_info', None)

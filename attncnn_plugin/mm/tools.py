@@ -67,16 +67,10 @@ def run_mmpretrain_tool(name: str) -> None:
         runpy.run_path(str(tools / name), run_name='__main__')
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        _leave_process_group()
+            torch.distributed.destroy_process_group()
     except Exception as error:  # the others may wait in the middle of something: nothing here waits for them
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))
-
-
-def _leave_process_group() -> None:
-    """Ends the threads of the process group, if there is one."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _find_config(path: str) -> str:

@@ -6,8 +6,7 @@ express it. Beside it are the impulses of Zheng et al. 2025 and the mimetic star
 (``impulse_and_mimetic``).
 """
 
-from .adapters import ADAPTERS, Adapter
 from .embeddings import set_sine_cosine_embedding
 from .start import init_as_convolution
 
-__all__ = ['ADAPTERS', 'Adapter', 'init_as_convolution', 'set_sine_cosine_embedding']
+__all__ = ['init_as_convolution', 'set_sine_cosine_embedding']

@@ -20,7 +20,7 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-from .adapters import Attention
+from .attention_parts import Attention
 from .embeddings import PositionChannels, patch_positions, set_sine_cosine_embedding
 from .impulse_and_mimetic import factors
 from .relative_tables import log_share_of_peak

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.window import CONVOLUTIONS, shown
-from .adapters import Attention
+from .attention_parts import Attention
 from .vision_transformer import Transformer, find_transformer
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
@@ -109,8 +109,7 @@ def position_embedding(network: Transformer, patches: int) -> Tensor:
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
         raise ValueError(
             f'{network.layout.position}={shown(embedding)} of a {network.kind} must be a parameter of shape '
-            '(1, N, D), for '
-            f'{patches} patches and up to {prefix} other tokens'
+            f'(1, N, D), for {patches} patches and up to {prefix} other tokens'
         )
     return embedding.data[0]
 
@@ -191,6 +190,12 @@ class PositionChannels:
 
         def set_attention(attention: Attention, module: nn.Module, args: Any, kwargs: Any) -> None:
             tokens = attention.tokens(args, kwargs)
+            number, (height, width) = tokens[0, ..., 0].numel(), self.network.grid
+            if number != height * width + self.network.num_prefix_tokens:
+                raise ValueError(
+                    f'{attention.name} gets {number} tokens, but a {self.network.kind} has {height}×{width} patches '
+                    f'and {self.network.num_prefix_tokens} other tokens'
+                )
             self._keep_content(attention.weight('v'), tokens)
             set_heads(attention, tokens)
 
@@ -200,7 +205,7 @@ class PositionChannels:
         with ExitStack() as stack:
             for attention in self.attentions:
                 see = partial(set_attention, attention)
-                stack.enter_context(attention.called.register_forward_pre_hook(see, with_kwargs=True))
+                stack.enter_context(attention.module.register_forward_pre_hook(see, with_kwargs=True))
                 for module in mlp_maps(attention)[:-1]:
                     if module.in_features == attention.width:
                         stack.enter_context(module.register_forward_pre_hook(set_map))
@@ -214,7 +219,7 @@ class PositionChannels:
 
 def mlp_maps(attention: Attention) -> List[nn.Linear]:
     """Returns the linear maps beside an attention in its block: the last one writes into the tokens."""
-    own, block = set(attention.called.modules()), attention.module if attention.adapter.called else attention.block
+    own, block = set(attention.module.modules()), attention.block
     found = [module for module in block.modules() if isinstance(module, nn.Linear) and module not in own]
     if not found or {found[-1].out_features, attention.output.out_features} != {attention.width}:
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import List, Tuple
 import torch
 from torch import Tensor, nn
 
-from .adapters import Attention
+from .attention_parts import Attention
 from .embeddings import patch_positions, position_embedding, set_sine_cosine_embedding
 from .vision_transformer import Transformer
 

@@ -13,23 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.shifts import at_grid_shifts
-from .adapters import Attention
+from .attention_parts import Attention
 from .vision_transformer import Transformer
 
-SHARED_BIASES = (
-    'shared_rel_pos',
-    'rel_pos_bias',
-    'shared_position_bias',
-)  # modules of the whole transformer, for all its layers
+# Modules with biases: of an attention, its block, or the whole transformer for all its layers.
+BIASES = 'rel_pos', 'relative_position_bias', 'shared_rel_pos', 'rel_pos_bias', 'shared_position_bias'
 
 
 def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
     """Returns the module with the position bias of an attention: it itself, one of its own, or one of all layers."""
-    module = attention.module
-    if isinstance(getattr(module, 'relative_position_bias_table', None), nn.Parameter):
-        return module
-    own = [getattr(module, name, None) for name in ('rel_pos', 'relative_position_bias')]
-    biases = [*own, *(getattr(network.module, name, None) for name in SHARED_BIASES)]
+    if isinstance(getattr(attention.module, 'relative_position_bias_table', None), nn.Parameter):
+        return attention.module
+    owners = attention.module, attention.block, network.module
+    biases = (getattr(owner, name, None) for owner in owners for name in BIASES)
     return next((bias for bias in biases if isinstance(bias, nn.Module)), None)
 
 

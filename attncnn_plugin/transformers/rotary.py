@@ -11,7 +11,7 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor
 
-from .adapters import Attention
+from .attention_parts import Attention
 from .embeddings import PositionChannels
 from .relative_tables import gaussian_table, log_share_of_peak
 from .vision_transformer import Transformer
@@ -49,8 +49,13 @@ def rotation_angles(rope: Any, layer: int, in_halves: bool, size: Tuple[int, int
     """Returns the angle by which each pair of channels is rotated at each patch, ``(N_h or 1, patches, d/2)``."""
     if hasattr(rope, 'get_embed'):
         embedding = rope.get_embed(**dict(shape=size) if getattr(rope, 'feat_shape', None) is None else {}).double()
-    else:  # of Hugging Face
-        cosines, sines = rope(images)
+    else:
+        try:
+            cosines, sines = rope(images)  # of Hugging Face
+        except TypeError as error:
+            raise ValueError(
+                f'the angles of the rotations of a {type(rope).__name__} cannot be read: give a model of timm'
+            ) from error
         embedding = torch.cat([sines, cosines], -1).double()
     if embedding.ndim == 4:  # a layer has angles of its own
         embedding = embedding[layer]

@@ -1,18 +1,18 @@
 """A vision transformer that starts as a convolution."""
 
 from dataclasses import dataclass, replace
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import per_axis, shown
-from ..change import table
+from ..change import all_or_nothing, table
 from ..heads.places import Places, cells
 from ..heads.seen import watching
 from .absolute import start_absolute
-from .adapters import Attention, find_attention
+from .attention_parts import Attention, find_attention
 from .embeddings import check_new
 from .impulse_and_mimetic import start_impulse, start_mimetic
 from .relative_tables import bias_of, start_relative, window_of
@@ -23,6 +23,7 @@ Kernel = Union[int, Sequence[int]]
 METHODS = ('gaussian', 'impulse', 'mimetic')
 SHIFTS = ('ordered', 'random')
 HARD = 1e3  # α of the attention that impulses are compared with
+MOST_ELSEWHERE = 0.5  # of the attention of a Gaussian head: then it does not look where it was asked to
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ def init_as_convolution(
         ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one on random images.
 
     Raises:
-        ValueError: An argument is not one of these, the model is trained, or its attention cannot be started: the
-            message says what was looked at, and the model stays as it was.
+        ValueError: An argument is not one of these, the model is trained, or its attention cannot be started, also
+            where a Gaussian head would have a total variation above 0.5 to the wanted one: the message says what was
+            looked at, and the model stays as it was.
 
     Examples:
         >>> import timm
@@ -129,10 +131,9 @@ def init_as_convolution(
         >>> max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
         True
     """
-    if method not in METHODS:
-        raise ValueError(f'method={shown(method)} must be one of {METHODS}')
-    if shifts not in SHIFTS:
-        raise ValueError(f'shifts={shown(shifts)} must be one of {SHIFTS}')
+    for name, own, known in (('method', method, METHODS), ('shifts', shifts, SHIFTS)):
+        if own not in known:
+            raise ValueError(f'{name}={shown(own)} must be one of {known}')
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     network = find_transformer(model)
@@ -151,26 +152,28 @@ def init_as_convolution(
     generator = torch.Generator().manual_seed(seed)
     _set_shifts(network, attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)
-    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
-    try:
-        with evaluating(network.module):
-            if method == 'impulse':
-                start_impulse(network, attentions, generator)
-            elif method == 'mimetic':
-                start_mimetic(network, attentions, encoding == 'absolute', generator)
-            elif encoding == 'relative':
-                for attention in attentions:
-                    start_relative(network, attention, alpha)
-            else:
-                start = start_absolute if encoding == 'absolute' else start_rotary
-                # Autocast keeps the weights that it has cast, and would not see that they are set.
-                with torch.autocast(images.device.type, enabled=False):
-                    start(network, attentions, alpha, images, generator)
-            layers = _report(model, network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
-    except BaseException:  # leave the model as it was
-        for parameter, own in before.items():
-            parameter.data.copy_(own)
-        raise
+    with all_or_nothing([], values=model.parameters()), evaluating(network.module):
+        if method == 'impulse':
+            start_impulse(network, attentions, generator)
+        elif method == 'mimetic':
+            start_mimetic(network, attentions, encoding == 'absolute', generator)
+        elif encoding == 'relative':
+            for attention in attentions:
+                start_relative(network, attention, alpha)
+        else:
+            start = start_absolute if encoding == 'absolute' else start_rotary
+            # Autocast keeps the weights that it has cast, and would not see that they are set.
+            with torch.autocast(images.device.type, enabled=False):
+                start(network, attentions, alpha, images, generator)
+        layers = _report(model, network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
+        for layer in layers:
+            worst = max(head.total_variation or 0.0 for head in layer.heads)
+            if method == 'gaussian' and not worst <= MOST_ELSEWHERE:
+                raise ValueError(
+                    f'{layer.name} cannot start as a convolution: a head of it has the total variation {worst:.2g} '
+                    f'to the wanted one, but {MOST_ELSEWHERE} is the most; build the model with wider heads, give '
+                    'another alpha, or leave out what changes its scores'
+                )
     if method == 'mimetic':
         layers = [replace(layer, heads=(HeadStart(),) * len(layer.heads)) for layer in layers]
     return ConvolutionalStart(tuple(layers))
@@ -178,13 +181,11 @@ def init_as_convolution(
 
 def _check(attention: Attention) -> None:
     """Refuses attention whose heads cannot be given a shift."""
-    reason, norm = attention.adapter.refused, getattr(attention.module, 'q_norm', None)
-    if not attention.map_names:
-        reason = f'it has no {" or ".join(attention.adapter.maps)} with weights of its own'
-    elif not isinstance(norm, (nn.Identity, type(None))):
+    reason, norm = '', getattr(attention.module, 'q_norm', None)
+    if not isinstance(norm, (nn.Identity, type(None))):
         reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
-    elif attention.part('num_kv_heads') not in (None, attention.num_heads):
-        reason = 'some of its heads share their keys, and each needs a shift of its own'
+    elif not attention.has_own_maps:
+        reason = 'its heads share queries, keys or values, or have no weights of their own there'
     if reason:
         raise ValueError(
             f'{attention.name} is a {type(attention.module).__name__} that cannot start as a convolution: {reason}'
@@ -241,26 +242,23 @@ def random_images(network: Transformer, seed: int = 0) -> Tensor:
 
 
 def _report(
-    model: nn.Module,
-    network: Transformer,
-    attentions: List[Attention],
-    encoding: str,
-    alpha: float,
-    images: Tensor,
+    model: nn.Module, network: Transformer, attentions: List[Attention], encoding: str, alpha: float, images: Tensor
 ) -> List[LayerStart]:
     """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
     """
-    by_name, layers = {attention.runs_in(attention.name): attention for attention in attentions}, {}
+    by_name, layers = {attention.name: attention for attention in attentions}, {}
 
     def compare(name: str, probs: Tensor, places: Places) -> None:
         attention = by_name[name]
-        assert places.queries is not None and places.keys is not None
+        if places.queries is None or places.keys is None:
+            return
         (_, query, whole), (_, key, _) = cells(places.queries), cells(places.keys)
         bias = bias_of(network, attention)
         grid = whole if bias is None else window_of(bias)
-        shifts = torch.stack([axis(key)[:, None] - axis(query)[:, :, None] for axis in axes_of(whole)], -1)
+        of_query, of_key = (torch.stack([own // whole[1], own % whole[1]], -1) for own in (query, key))
+        shifts = of_key[:, None] - of_query[:, :, None]
         # Tokens of one window that are farther apart come from both sides of a grid that was shifted.
         hidden = (key < 0)[:, None] | (shifts.abs() >= torch.tensor(grid, device=shifts.device)).any(-1)
         own = probs.double().masked_fill((key < 0)[:, None, None], 0)
@@ -280,10 +278,5 @@ def _report(
         network.module(images)
     missing = [name for name in by_name if name not in layers]
     if missing:
-        raise ValueError(f'{missing[0]} is attention that a {network.kind} does not run on images')
+        raise ValueError(f'{missing[0]} is attention that a {network.kind} does not run on patches')
     return [layers[name] for name in by_name]
-
-
-def axes_of(grid: Tuple[int, int]) -> Tuple[Callable[[Tensor], Tensor], ...]:
-    """Returns functions that give the row and the column of places of a grid."""
-    return (lambda place: place // grid[1]), (lambda place: place % grid[1])

@@ -77,12 +77,12 @@ class Transformer:
     @property
     def rope(self) -> Any:
         """The module with its rotations; None without it."""
-        return part_of(self.module, self.layout.rope) if self.layout.rope else None
+        return part_of(self.module, self.layout.rope)
 
     @property
     def position(self) -> Any:
         """The learned embedding of absolute positions; None, or no parameter, without it."""
-        return part_of(self.module, self.layout.position) if self.layout.position else None
+        return part_of(self.module, self.layout.position)
 
     @property
     def tokens(self) -> List[nn.Parameter]:
@@ -138,10 +138,6 @@ class Transformer:
                     height, width = size if isinstance(size, (tuple, list)) else (size, size)
                     return int(height), int(width)
         return None
-
-    def is_in_blocks(self, name: str) -> bool:
-        """Says whether a module is in the blocks, by its name in the transformer."""
-        return any(f'{name}.'.startswith(f'{blocks}.') for blocks in self.layout.blocks)
 
 
 def find_transformer(model: nn.Module) -> Transformer:

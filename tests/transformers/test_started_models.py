@@ -5,7 +5,6 @@ import timm
 import torch
 from helpers.starts import small_vit
 from helpers.vits import NO_START, OF_HUGGING_FACE, OF_TORCHVISION, SETTINGS, new_vit, output_of
-from timm.layers.attention import Attention
 from torch import nn
 
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
@@ -16,14 +15,19 @@ from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_emb
     [
         ('resnet18', {}, 'model is a ResNet without a vision transformer'),
         ('mixer_s32_224', {}, 'MlpMixer'),
-        ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
-        ('convit_tiny', dict(depth=11), 'blocks.0.attn is a GPSA that cannot start .* no softmax of scores'),
-        ('xcit_nano_12_p16_224', {}, '0.attn of a Xcit is a XCA of timm.models.xcit: the classes that are known'),
+        ('swinv2_tiny_window8_256', {}, 'a SwinTransformerV2 has no position encoding that is known'),
+        ('convit_tiny', dict(depth=11), 'blocks.0.attn of a ConVit is a GPSA of .* that can start has num_heads or'),
+        ('xcit_nano_12_p16_224', {}, 'a Xcit has no position encoding that is known'),
         ('vit_tiny_patch16_224', dict(depth=1, qk_norm=True), 'it normalizes queries and keys'),
         ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'a VisionTransformer has no position encoding'),
         ('vit_relpos_small_patch16_224', dict(depth=1), 'blocks.0.attn are a RelPosMlp without a table of biases'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=10, num_heads=2), 'tokens of 10 channels are too narrow'),
+        (
+            'cait_xxs24_224',
+            dict(depth=1),
+            'blocks.0.attn gets 196 tokens, but a Cait has 14×14 patches and 1 other tokens',
+        ),
         ('vit_small_patch16_18x2_224', dict(depth=1), 'blocks.0.attns.0.attn needs an MLP beside it in its Seq'),
     ],
 )
@@ -63,6 +67,8 @@ def test_heads_of_other_libraries(name, settings):
 def test_a_trained_model_is_refused(name):
     """After a single step, of whatever size; a new model is not, and neither is one that was started before."""
     settings = SETTINGS[name]
+    if 'eva' in name or 'dinov3' in name.lower():  # heads with frequencies enough
+        settings = {**settings, 'hidden_size' if name.startswith('transformers') else 'embed_dim': 96}
     model = new_vit(name, **{**settings, 'qk_norm': False} if 'qk_norm' in settings else settings)
     if hasattr(model, 'init_cfg'):  # of mmpretrain: new without and with the weights that it draws
         init_as_convolution(model)
@@ -185,26 +191,56 @@ def test_patches_of_a_cnn():
     assert all(head.total_variation < 0.1 for head in report.layers[0].heads)
 
 
-class Renamed(Attention):
-    """A class with the forward pass of one that is known."""
+class InParts(nn.Module):
+    """Attention of no library, by parts whose names are known."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.to_out = heads, nn.Linear(dim, dim)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+
+    def forward(self, tokens, **kwargs):
+        q, k, v = (own(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2) for own in self.split())
+        return self.to_out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def split(self):
+        return self.to_q, self.to_k, self.to_v
 
 
-class MixedHeads(Attention):
-    """A class with a forward pass of its own."""
+class OtherOrder(InParts):
+    """The same, with values where others have queries."""
 
-    def forward(self, x, **kwargs):
-        return super().forward(x, **kwargs).roll(1, -1)
+    def split(self):
+        return self.to_k, self.to_v, self.to_q
 
 
 def test_other_classes():
-    """Their own entry, or the forward pass of a known class, is what they need."""
+    """They start by the names of their parts, and are proven by what they compute."""
     model = small_vit()
-    model.blocks[0].attn.__class__ = Renamed
-    model.blocks[1].attn.__class__ = MixedHeads
-    with pytest.raises(ValueError, match='blocks.1.attn of a VisionTransformer is a MixedHeads of .* that are known'):
+    model.blocks[1].attn = InParts(32, 2).double()
+    report = init_as_convolution(model)
+    assert len(report.layers) == 3 and max(head.total_variation for head in report.layers[1].heads) < 0.1
+    model.blocks[1].attn.to_out = None
+    with pytest.raises(ValueError, match='blocks.1.attn of a VisionTransformer is a InParts of .* the linear map proj'):
         init_as_convolution(model)
-    model.blocks[1].attn.__class__ = Renamed
-    assert len(init_as_convolution(model).layers) == 3
+
+
+@pytest.mark.parametrize(
+    'build', [lambda: other_order(), lambda: small_vit('eva02_tiny_patch14_224', (4, 4), embed_dim=16)]
+)
+def test_a_start_that_is_not_what_was_asked_for_is_undone(build):
+    """Of attention that computes with other maps than their names say, and of rotations by too few frequencies."""
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match='attn cannot start .*: a head of it has the total variation 0.[5-9].* wanted'):
+        init_as_convolution(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def other_order():
+    model = small_vit()
+    model.blocks[1].attn = OtherOrder(32, 2).double()
+    return model
 
 
 def test_nothing_to_embed():

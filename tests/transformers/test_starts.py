@@ -334,7 +334,7 @@ def test_attention_that_does_not_run():
     model = small_vit(depth=2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.blocks[1].forward = lambda x, **_: x
-    with pytest.raises(ValueError, match='blocks.1.attn is attention that a VisionTransformer does not run on images'):
+    with pytest.raises(ValueError, match='blocks.1.attn is attention that a VisionTransformer does not run on patches'):
         init_as_convolution(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

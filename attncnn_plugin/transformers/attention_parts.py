@@ -1,0 +1,134 @@
+"""Where attention of other libraries has its queries, keys and values, for those who set them: by names of its parts.
+
+A start proves what it sets, by the attention that the model then computes.
+"""
+
+import inspect
+from typing import Any, List, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .vision_transformer import Transformer
+
+# Attributes of attention as libraries name them; of each kind it has one. Maps are modules, or the beginning of the
+# names of parameters, in_proj for in_proj_weight. Those of one lie map by map, and head by head.
+NUMBERS = 'num_heads', 'num_attention_heads', 'heads'
+MAPS = ('qkv',), ('in_proj',), ('q_proj', 'k_proj', 'v_proj'), ('query', 'key', 'value'), ('to_q', 'to_k', 'to_v')
+BIASES = 'q_bias', 'k_bias', 'v_bias'  # beside a map of all three
+OUTPUTS = 'proj', 'o_proj', 'out_proj', 'to_out'
+KNOWN = (
+    f'attention that can start has {" or ".join(NUMBERS)}, the linear maps '
+    f'{" or ".join(", ".join(names) for names in MAPS)}, and the linear map {" or ".join(OUTPUTS)}'
+)
+
+
+def _of_map(module: nn.Module, name: str, own: str) -> Any:
+    """Returns the ``'weight'`` or ``'bias'`` of a map; None without it."""
+    part = getattr(module, name, None)
+    return getattr(part, own, None) if isinstance(part, nn.Module) else getattr(module, f'{name}_{own}', None)
+
+
+class Attention:
+    """An attention module of another library.
+
+    Args:
+        module (nn.Module): The module.
+        name (str): Its name in the model.
+        block (nn.Module): The module that it is a child of.
+
+    Attributes:
+        num_heads (int): Number of heads N_h; 0 where the module does not say.
+        maps (tuple[str, ...]): The map to queries, keys and values, or three.
+        output (nn.Module): The linear map that takes the outputs of all heads, which lie one after the other.
+        shifts (Tensor): Δ of each head at which a start lets it look, ``(N_h, 2)``; none to begin with.
+    """
+
+    def __init__(self, module: Any, name: str, block: Any) -> None:
+        self.module, self.name, self.block = module, name, block
+        numbers = (getattr(module, name, None) for name in NUMBERS)
+        self.num_heads: int = next((own for own in numbers if isinstance(own, int)), 0)
+        found = (names for names in MAPS if all(_of_map(module, name, 'weight') is not None for name in names))
+        self.maps: Sequence[str] = next(found, ())
+        outputs = (getattr(module, name, None) for name in OUTPUTS)
+        self.output: Any = next((own for own in outputs if hasattr(own, 'in_features')), None)
+        self.shifts = torch.empty(0, 2, device='cpu')
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all parts are there."""
+        return bool(self.num_heads and self.maps and self.output is not None)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels d of a head."""
+        return int(self.output.in_features // self.num_heads)
+
+    @property
+    def width(self) -> int:
+        """Channels D of a token."""
+        return int(_of_map(self.module, self.maps[0], 'weight').shape[1])
+
+    @property
+    def has_own_maps(self) -> bool:
+        """Whether each head has queries, keys and values of its own, as wide as what the output takes."""
+        rows = [len(_of_map(self.module, name, 'weight')) for name in self.maps]
+        return set(rows) == {self.num_heads * self.head_dim * 3 // len(rows)}
+
+    def weight(self, which: str) -> Tensor:
+        """Returns the map to queries ``'q'``, keys ``'k'`` or values ``'v'``, a view, ``(N_h, d, D)``."""
+        return self._of_heads([_of_map(self.module, name, 'weight') for name in self.maps], which)
+
+    def bias(self, which: str) -> Optional[Tensor]:
+        """Returns the bias of this map, a view, ``(N_h, d)``; None where there is none to be trained."""
+        found = [_of_map(self.module, name, 'bias') for name in self.maps]
+        if found == [None]:
+            found = [getattr(self.module, name, None) for name in BIASES]  # that of the keys can be a buffer of zeros
+        if len(found) == 3 and not isinstance(found['qkv'.index(which)], nn.Parameter):
+            return None
+        return self._of_heads(found, which)
+
+    def _of_heads(self, found: Sequence[Any], which: str) -> Tensor:
+        number = 'qkv'.index(which)
+        rows: Tensor = found[0].data.chunk(3)[number] if len(found) == 1 else found[number].data
+        return rows.unflatten(0, (self.num_heads, self.head_dim))
+
+    def set_maps(self, which: str, *weights: Tensor) -> None:
+        """Sets the weights of the maps ``'qk'`` or ``'v'``, ``(N_h, d, D)`` each; their biases become 0."""
+        for name, weight in zip(which, weights):
+            self.weight(name).copy_(weight)
+            bias = self.bias(name)
+            if bias is not None:
+                bias.zero_()
+
+    def tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Returns the tokens ``(B, N, D)`` of a call, its first argument."""
+        first = list(inspect.signature(type(self.module).forward).parameters)[1]
+        x = args[0] if args else kwargs[first]
+        return x.transpose(0, 1) if getattr(self.module, 'batch_first', True) is False else x
+
+
+def find_attention(network: Transformer) -> List[Attention]:
+    """Returns the attention in the blocks of a vision transformer, in their order.
+
+    Raises:
+        ValueError: There is none, or some has other parts than those that are known.
+    """
+    before, root = f'{network.name}.' if network.name else '', network.module
+    every = {
+        name: Attention(module, before + name, root.get_submodule(name.rpartition('.')[0]))
+        for name, module in root.named_modules()
+        if any(f'{name}.'.startswith(f'{blocks}.') for blocks in network.layout.blocks)
+    }
+    known = [name for name, own in every.items() if own.is_known]
+    for name, own in every.items():
+        apart = not any(f'{name}.'.startswith(f'{other}.') or other.startswith(f'{name}.') for other in known)
+        if apart and own.num_heads:
+            kind = type(own.module)
+            raise ValueError(f'{name} of a {network.kind} is a {kind.__name__} of {kind.__module__}: {KNOWN}')
+    if not known:
+        raise ValueError(
+            f'model is a {network.kind}, whose blocks have no attention with num_heads (those of a CMHSA in the '
+            f'convolution phase get it with its transition): {KNOWN}'
+        )
+    return [every[name] for name in known]
