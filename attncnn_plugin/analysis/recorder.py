@@ -3,7 +3,6 @@
 import dataclasses
 import types
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
-from ..attention.patches import PatchAttention
-from ..attention.tokens import GridAttention
 from ..attention.window import shown
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import Call, called
 from ..heads.places import Places, cells, flat
-from ..heads.seen import AnyAttention, Attention, FunctionsSeen, OwnAttention, Visit, watching
+from ..heads.seen import AnyAttention, FunctionsSeen, Visit, VisitOwn, watching
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
 
@@ -157,7 +154,7 @@ def observe(
     visit: Visit,
     layers: Layers = None,
     call: Call = None,
-    visit_own: Optional[Callable[[str, Any, Tensor], None]] = None,
+    visit_own: Optional[VisitOwn] = None,
 ) -> Optional[float]:
     """Runs a model in evaluation mode, and has all of its attention visited as it runs.
 
@@ -167,35 +164,25 @@ def observe(
         visit (Callable): As of :func:`~attncnn_plugin.heads.seen.watching`.
         layers (str | Iterable[str] | callable, optional): As of :func:`attention_maps`. Defaults to None.
         call (Callable, optional): As of :func:`attention_maps`. Defaults to None.
-        visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
-            in place of ``visit``. Defaults to None.
+        visit_own (Callable, optional): As of :func:`~attncnn_plugin.heads.seen.watching`. Defaults to None.
 
     Returns:
         float | None: The number of the token that the model reads; None for several or none.
 
     Raises:
-        ValueError: A layer of this package does not run, or has not two axes; ``layers`` chooses none.
+        ValueError: With ``visit_own``, a layer of this package does not run, or has not two axes; ``layers`` chooses
+            none.
     """
-    read: List[Optional[float]] = []
-    wanted, missing = chosen_by(layers), {} if visit_own is None else attention_layers(model)
-    names = set(missing)
-
-    def see(name: str, layer: AttentionLayer, args: Any) -> None:
-        missing.pop(name, None)
-        if wanted(name):
-            visit_own(name, layer, args[0])  # type: ignore[misc]
-
-    with evaluating(model), ExitStack() as stack:
-        for name, layer in missing.items():
-            stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        of_others = lambda name: name.partition('#')[0] not in names and wanted(name)  # noqa: E731
-        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-        stack.enter_context(watching(model, visit, of_others, end=end))
+    read: List[Optional[float]] = [None]
+    wanted, own_layers = chosen_by(layers), () if visit_own is None else attention_layers(model)
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with evaluating(model), watching(model, visit, wanted, end=end, visit_own=visit_own):
         called(model, inputs, call)
-    for name in filter(wanted, missing):
-        raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+    for name in own_layers:
+        if name not in wanted.answers and wanted(name):
+            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
     wanted.check()
-    return read[-1] if read else None
+    return read[-1]
 
 
 def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
@@ -291,7 +278,7 @@ def rollout(
     Raises:
         ValueError: Layers have other tokens than those before, as those of Swin transformers; ``target`` is no class of
             the model; the grid cannot be seen; see :func:`attention_maps`.
-        TypeError: With ``target``, a layer of this package that has no values of tokens.
+        TypeError: With ``target``, attention of this package instead of a convolution.
 
     Examples:
         >>> import timm
@@ -419,35 +406,20 @@ def _weighted_by_gradients(
     model: nn.Module, inputs: Any, target: Any, call: Call
 ) -> Tuple[List[Tuple[str, Tensor, Places]], Optional[float]]:
     """Returns names, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, places, and the token read."""
-    maps: Dict[str, Tuple[Tensor, Places]] = {}
-    changes: Dict[str, Tuple[Attention, Tensor]] = {}
-    own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
-    own_inputs: Dict[str, Tensor] = {}
-    own_outputs: Dict[str, Tuple[OwnAttention, Tensor]] = {}
-    read: List[Optional[float]] = []
+    seen: List[Tuple[AnyAttention, Any, Tensor]] = []
+    read: List[Optional[float]] = [None]
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
-        if isinstance(attention, OwnAttention):
-            output = output if output.requires_grad else output.detach().requires_grad_()
-            own_outputs[attention.name] = attention, output
-            return output
-        sizes = [attention.sizes[label] for label in attention.batch]
-        assert attention.probs is not None
-        change = torch.zeros_like(attention.probs.expand(*sizes, *attention.probs.shape[-2:]), dtype=output.dtype)
-        changes[attention.name] = attention, change.requires_grad_()
-        return output + attention.product(change)
+        probs: Any = attention.probs
+        seen.append((attention, probs, torch.zeros_like(probs, dtype=output.dtype).requires_grad_()))
+        return output + attention.product(seen[-1][2])
 
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        for name, layer in own_layers.items():
-            see = lambda module, args, name=name: own_inputs.update({name: args[0]})  # noqa: E731
-            stack.enter_context(layer.register_forward_pre_hook(see))
-        visit = lambda name, probs, places: maps.update({name: (probs, places)})  # noqa: E731
-        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-        stack.enter_context(evaluating(model))
-        stack.enter_context(watching(model, visit, touch=touch, end=end))
-        copied = copied_for_gradients(inputs)
-        logits = called(model, copied, call)
+    visit = lambda name, probs, places: None  # noqa: E731
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        with watching(model, visit, touch=touch, end=end):
+            logits = called(model, copied_for_gradients(inputs), call)
         logits = getattr(logits, 'logits', logits)
         classes = torch.as_tensor(target, device='cpu').clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
@@ -457,34 +429,15 @@ def _weighted_by_gradients(
             raise ValueError(
                 f'target={shown(target)} must be a class from 0 to {logits.shape[1] - 1}, or one for each image'
             )
-        chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
-        seen = [own for _, own in (*changes.values(), *own_outputs.values())]
         if not seen:
             raise no_attention(model)
-        gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
+        chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
+        gradients = torch.autograd.grad(chosen, [change for *_, change in seen], materialize_grads=True)
     found = []
-    for name, (probs, places) in maps.items():
-        gradient = gradients.get(name)
-        if name in changes and gradient is not None:
-            of_probs = changes[name][0].by_heads(gradient)
-        elif gradient is not None and probs.shape[1]:
-            layer = own_layers[name]
-            of_heads = own_outputs[name][0].of_heads(gradient)
-            values = _values(name, layer, own_inputs[name])
-            of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
-        else:  # it does not reach the logits, or has no heads
-            of_probs = torch.zeros_like(probs)
-        found.append((name, (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1), places))
-    return found, read[-1] if read else None
-
-
-def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:
-    """Returns the values V of each head of a layer over a grid, ``(B, N, D_h)``, which its probabilities mix."""
-    if isinstance(layer, GridAttention):
-        return [x.flatten(1, 2)] * layer.num_heads
-    if isinstance(layer, PatchAttention):
-        return layer.value(x.flatten(1, 2)).split(layer.head_dims, 2)
-    raise TypeError(f'{name} is a {type(layer).__name__}, of a network without tokens: leave out target')
+    for (attention, probs, _), gradient in zip(seen, gradients):
+        weights = (attention.by_heads(gradient) * attention.by_heads(probs)).clamp(min=0).mean(1)
+        found.append((attention.name, weights, attention.places))
+    return found, read[-1]
 
 
 def copied_for_gradients(inputs: Any) -> Any:
