@@ -166,9 +166,9 @@ class LayerKind:
     """
 
     kind: str
-    hard: int
-    soft: int
-    uniform: int
+    hard: int = 0
+    soft: int = 0
+    uniform: int = 0
     num_shifts: Optional[int] = None
     kernel_size: Optional[Shift] = None
     dilation: Optional[Shift] = None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import types
-from contextlib import ExitStack
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -108,13 +107,12 @@ class AttentionRecorder:
         self._of: Dict[Any, Dict[str, Any]] = {}  # the pass of each run of the model; None for parts of it
 
     def __enter__(self) -> 'AttentionRecorder':
-        with ExitStack() as stack:
-            self._watch = stack.enter_context(watching(self.model, self._record, self.wanted, end=self._end))
-            self._stack = stack.pop_all()
+        self._watching = watching(self.model, self._record, self.wanted, end=self._end)
+        self._watch = self._watching.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._watching.__exit__(*error)
         if error[0] is None:
             self.wanted.check()
 
@@ -298,9 +296,7 @@ def rollout(
     if target is None:
         token = observe(model, inputs, visit, call=call)
     else:
-        layers, token = _weighted_by_gradients(model, inputs, target, call)
-        for name, weights, places in layers:
-            rolled.add(name, weights, 1.0, places)
+        token = _visit_by_gradients(model, inputs, target, call, rolled)
     if rolled.joint is None:
         raise no_attention(model)
     return rolled.on_grid(token, grid)
@@ -316,11 +312,10 @@ class Rollout:
         pooled (Tensor | None): The rows of attention pooling, ``(B, Q, M)``.
     """
 
-    def __init__(self) -> None:
-        self.joint: Optional[Tensor] = None
-        self.tokens: Optional[Tensor] = None
-        self.first: Any = None
-        self.pooled: Optional[Tensor] = None
+    joint: Any = None
+    tokens: Any = None
+    first: Any = None
+    pooled: Optional[Tensor] = None
 
     def add(self, name: str, weights: Tensor, keep: float, places: Places) -> None:
         """Multiplies by the weights of a layer, ``(B, Q, K)``, and adds ``keep`` of what was there.
@@ -330,42 +325,40 @@ class Rollout:
         """
         if self.pooled is not None:
             raise ValueError(f'{name} comes after attention that pools all tokens: a rollout ends there')
-        keys = None if places.keys is None else places.keys[0]
-        queries = None if places.queries is None else places.queries[0]
-        batch, _, number = weights.shape
+        queries, keys = (None if own is None else own[0] for own in (places.queries, places.keys))
+        batch, rows, number = weights.shape
         if self.joint is None:
             self.joint = torch.eye(number, device=weights.device, dtype=weights.dtype).expand(batch, -1, -1)
             self.tokens = self.first = keys
-        self._bring(name, batch, number, keys)
-        assert self.joint is not None
-        if weights.shape[1] == number:
+        if not self._brought(batch, number, keys):
+            raise self._other(name, number)
+        same = None if queries is None or keys is None else (queries[:, None] == keys) & (keys < 0)
+        if rows == number:
             self.joint = weights @ self.joint + keep * self.joint
-        elif queries is not None and keys is not None and ((queries[:, None] == keys) & (keys < 0)).any(1).all():
-            rows = (queries[:, None] == keys).long().argmax(1)  # tokens that attend to all, as class tokens do
-            self.joint = self.joint.index_copy(1, rows, weights @ self.joint + keep * self.joint[:, rows])
-        elif weights.shape[1] < number and (queries is None or (queries <= 0).all()):
+        elif same is not None and same.any(1).all():  # tokens that attend to all, as class tokens do
+            some = same.long().argmax(1)
+            self.joint = self.joint.index_copy(1, some, weights @ self.joint + keep * self.joint[:, some])
+        elif rows < number and (queries is None or (queries <= 0).all()):
             self.pooled = weights @ self.joint
         else:
-            raise self._other(name, f'{weights.shape[1]} to {number}')
+            raise self._other(name, f'{rows} to {number}')
 
-    def _bring(self, name: str, batch: int, number: int, keys: Optional[Tensor]) -> None:
-        """Brings the tokens into the order of these keys, with those that are new."""
+    def _brought(self, batch: int, number: int, keys: Optional[Tensor]) -> bool:
+        """Brings the tokens into the order of these keys, with those that are new; says whether they are the same."""
         before = self.joint
-        assert before is not None
-        if keys is not None and self.tokens is not None and not torch.equal(keys, self.tokens):
-            same = keys[:, None] == self.tokens
-            new = ~same.any(1)
-            if batch != len(before) or not same.any(0).all() or not (same.sum(1) <= 1).all():
-                raise self._other(name, number)
-            joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
-            joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
-            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum()), device=before.device, dtype=before.dtype)
-            self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
-        elif number != before.shape[1] or batch != len(before):
-            raise self._other(name, number)
+        if keys is None or self.tokens is None or torch.equal(keys, self.tokens):
+            return number == before.shape[1] and batch == len(before)
+        same = keys[:, None] == self.tokens
+        new = ~same.any(1)
+        if batch != len(before) or not same.any(0).all() or not (same.sum(1) <= 1).all():
+            return False
+        joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
+        joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
+        joint[:, new, before.shape[2] :] = torch.eye(int(new.sum()), device=before.device, dtype=before.dtype)
+        self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
+        return True
 
     def _other(self, name: str, number: Any) -> ValueError:
-        assert self.joint is not None
         return ValueError(
             f'{name} has attention of {number} tokens that are not the {self.joint.shape[1]} of the layers before: a '
             'rollout needs the same tokens in all layers; use attention_maps'
@@ -373,14 +366,20 @@ class Rollout:
 
     def on_grid(self, token: Optional[float], grid: Optional[Tuple[int, int]]) -> Tensor:
         """Returns the row of a token, of the pooling, or the mean over all places, on the grid, ``(B, H, W)``."""
-        assert self.joint is not None
         if grid is not None:
             number, tokens = grid[0] * grid[1], self.joint.shape[2]
             if number > tokens:
                 raise ValueError(f'grid={grid} has {number} patches, but there are {tokens} tokens')
             order, of_places = (torch.arange(n - number, n, device='cpu') for n in (tokens, self.joint.shape[1]))
-        else:
-            order, of_places, grid = self._places()
+        elif self.first is not None and self.tokens is not None:
+            _, place, grid = cells(self.first[None])
+            order = place[0].argsort()[(place[0] < 0).sum() :]
+            of_places = (self.tokens > 0).nonzero().flatten()
+        if grid is None or len(order) != grid[0] * grid[1] or not len(order):
+            raise ValueError(
+                'which token is which patch could not be seen: give grid, the height and width in patches, which are '
+                'the last tokens'
+            )
         if self.pooled is not None:
             row = self.pooled.mean(1)
         elif token is not None and self.tokens is not None and (self.tokens == token).any():
@@ -389,23 +388,9 @@ class Rollout:
             row = self.joint[:, of_places].mean(1)
         return row[:, order].unflatten(1, grid)
 
-    def _places(self) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
-        """Returns the columns of the places of the grid, row-major, the rows of places, and the grid."""
-        if self.first is not None and self.tokens is not None:
-            _, place, grid = cells(self.first[None])
-            order = place[0].argsort()[(place[0] < 0).sum() :]
-            if len(order) == grid[0] * grid[1] > 0:
-                return order, (self.tokens > 0).nonzero().flatten(), grid
-        raise ValueError(
-            'which token is which patch could not be seen: give grid, the height and width in patches, which are the '
-            'last tokens'
-        )
 
-
-def _weighted_by_gradients(
-    model: nn.Module, inputs: Any, target: Any, call: Call
-) -> Tuple[List[Tuple[str, Tensor, Places]], Optional[float]]:
-    """Returns names, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, places, and the token read."""
+def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, rolled: Rollout) -> Optional[float]:
+    """Adds E_h[(∂y/∂A ∘ A)⁺] of all layers (Chefer et al. 2021, eq. 5) to a rollout, and returns the token read."""
     seen: List[Tuple[AnyAttention, Any, Tensor]] = []
     read: List[Optional[float]] = [None]
 
@@ -433,11 +418,10 @@ def _weighted_by_gradients(
             raise no_attention(model)
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
         gradients = torch.autograd.grad(chosen, [change for *_, change in seen], materialize_grads=True)
-    found = []
     for (attention, probs, _), gradient in zip(seen, gradients):
         weights = (attention.by_heads(gradient) * attention.by_heads(probs)).clamp(min=0).mean(1)
-        found.append((attention.name, weights, attention.places))
-    return found, read[-1]
+        rolled.add(attention.name, weights, 1.0, attention.places)
+    return read[-1]
 
 
 def copied_for_gradients(inputs: Any) -> Any:
