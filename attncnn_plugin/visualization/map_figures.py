@@ -179,11 +179,11 @@ def plot_attention_probs(
         panels[0].set_ylabel(labels[name])
         if not heads:
             panels[0].set(xticks=[], yticks=[], title='no heads')
-        distance = torch.hypot(*torch.meshgrid(torch.arange(height) - row, torch.arange(width) - column, indexing='ij'))
-        locality = (keys * distance).sum((1, 2)) / keys.sum((1, 2)).clamp(min=1e-12)
+        distance = np.hypot(*np.ogrid[-row : height - row, -column : width - column])
+        locality = (keys.numpy() * distance).sum((1, 2)) / keys.sum((1, 2)).clamp(min=1e-12).numpy()
         top, start = (0, 0) if zoom is None else (row, column)
         extent = -start - 0.5, width - start - 0.5, height - top - 0.5, -top - 0.5
-        for axes, head in zip(panels, locality.argsort(stable=True).tolist()):
+        for axes, head in zip(panels, locality.argsort(kind='stable').tolist()):
             of_map = draw_attention(axes, (keys[head] * height * width).numpy(), extent=extent)
             if zoom is not None:
                 axes.set(facecolor='#CCCCCC', xlim=(-zoom / 2, zoom / 2), ylim=(zoom / 2, -zoom / 2))
