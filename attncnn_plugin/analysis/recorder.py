@@ -117,8 +117,7 @@ class AttentionRecorder:
             self.wanted.check()
 
     def _record(self, name: str, probs: Tensor, places: Places) -> None:
-        functions = self._watch.functions
-        assert functions is not None
+        functions: Any = self._watch.functions
         key = functions if functions.whole else None
         own = self._of.get(key)
         if own is None or key is None and name in own:
@@ -426,6 +425,6 @@ def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, 
 
 def copied_for_gradients(inputs: Any) -> Any:
     """Returns inputs whose tensors are copies, no inference tensors."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    return {name: copied_for_gradients(own) for name, own in inputs.items()} if isinstance(inputs, Mapping) else inputs
+    if isinstance(inputs, Mapping):
+        return {name: copied_for_gradients(own) for name, own in inputs.items()}
+    return inputs.clone() if isinstance(inputs, Tensor) else inputs
