@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.positions import GaussianHeads
-from ..attention.window import Window, per_axis, shown
+from ..attention.window import Window, per_axis, same_window, shown
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import BLOCK
 from ..heads.places import Places
@@ -63,9 +63,8 @@ class MeanAttention:
     @property
     def queries(self) -> Tuple[Tensor, Tensor]:
         """Rows and columns of the queries on the grid of keys."""
-        if self.window is None:
-            return torch.arange(self.grid[0], device='cpu'), torch.arange(self.grid[1], device='cpu')
-        return self.window.queries(0, self.grid[0], 'cpu'), self.window.queries(1, self.grid[1], 'cpu')
+        window = self.window or same_window((1, 1))
+        return window.queries(0, self.grid[0], 'cpu'), window.queries(1, self.grid[1], 'cpu')
 
     def of_query(self, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
         """Returns the probabilities of the keys for the query that is nearest to a place, and where this query is.
@@ -157,24 +156,25 @@ def maps_of_layers(
     if (images is None) == (size is None):
         raise ValueError(f'images={shown(images)} and size={shown(size)}: give images, or the size of a grid in tokens')
     model = unwrap_model(model)
-    seen: Dict[str, Any] = {name: own for name, own in attention_layers(model).items() if chosen_by(layers)(name)}
-    if not seen and (images is None or 'all' not in parts):
+    own_layers = {name: own for name, own in attention_layers(model).items() if chosen_by(layers)(name)}
+    if not own_layers and (images is None or 'all' not in parts):
         raise ValueError(
             f'size={shown(size)} and part={parts[0]!r}, but the attention of model, a {type(model).__name__}, depends '
             'on images, which say the grid, and has no parts: give only images'
         )
-    for name, own in seen.items():
+    for name, own in own_layers.items():
         if any(hasattr(parameter, 'full_tensor') for parameter in own.parameters()):
             raise ValueError(f'{name} has parameters that are DTensors, as by fully_shard: give a model that is whole')
-    if images is None:
-        height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
-        grids, means = dict.fromkeys(seen, (height, width)), {}  # type: ignore[var-annotated]
-    else:
-        seen, grids, means = _seen_on_images(model, images, parts, layers, call)
-    for name, layer in seen.items():
+    seen: Dict[str, Tuple[Any, Any]] = {}
+    means: Dict[Tuple[str, str], MeanAttention] = {}
+    if images is not None:
+        seen, means = _seen_on_images(model, images, parts, layers, call)
+    for name, own in own_layers.items() if images is None else ():
+        seen[name] = own, per_axis('size', size, 2)  # type: ignore[arg-type]
+    for name, (layer, grid) in seen.items():
         for part in parts if layer is None or layer.depends_on_content else parts[:1]:
             if layer is not None and is_of_position(layer, part):
-                yield name, layer, part, position_maps(layer, grids[name])
+                yield name, layer, part, position_maps(layer, grid)
             elif (name, part) in means:
                 yield name, layer, part, means[name, part]
             elif layer is not None:
@@ -187,10 +187,9 @@ def maps_of_layers(
 @torch.no_grad()
 def _seen_on_images(
     model: nn.Module, images: Any, parts: Sequence[str], layers: Layers, call: Call
-) -> Tuple[Dict[str, Optional[AttentionLayer]], Dict[str, Grid], Dict[Tuple[str, str], MeanAttention]]:
-    """Returns what runs on images: the layers, in this order, their grids, and means over images by name and part."""
-    seen: Dict[str, Optional[AttentionLayer]] = {}
-    grids: Dict[str, Any] = {}
+) -> Tuple[Dict[str, Tuple[Any, Any]], Dict[Tuple[str, str], MeanAttention]]:
+    """Returns the layers that run on images, in this order, with their grids, and means by name and part."""
+    seen: Dict[str, Tuple[Any, Any]] = {}
     sums: Dict[Tuple[str, str], Any] = {}
     windows: Set[str] = set()
     others: Dict[str, Tuple[int, ...]] = {}
@@ -200,22 +199,22 @@ def _seen_on_images(
         own.update({field: value.sum(0) for field, value in values.items()}, count=len(values['probs']))
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        seen[name], grids[name] = layer, layer.grid_of(x)
+        seen[name] = layer, layer.grid_of(x)
         for part in parts:
             scores_of = layer.position_scores if part == 'position' else layer.attention_scores
             for some in few_images(layer, x) if not is_of_position(layer, part) else ():
-                probs = probs_of_scores(scores_of(some), grids[name])
+                probs = probs_of_scores(scores_of(some), seen[name][1])
                 add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
         if 'all' not in parts or not are_between_patches(name, probs, places):
             others[name] = tuple(probs.shape)
             return
-        seen[name] = None
         if places.are_windows:
             windows.add(name)
         for some, of_some in places.by_image(probs) if places.are_windows else [(probs, places)]:
-            whole, grids[name] = of_some.on_grid(some)  # type: ignore[misc]
+            whole, grid = of_some.on_grid(some)  # type: ignore[misc]
+            seen[name] = None, grid
             total = whole.sum(-1, keepdim=True)
             own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
             entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
@@ -235,11 +234,11 @@ def _seen_on_images(
     warn_of(model, others)
     means, number = {}, len(next(iter(images.values())) if isinstance(images, Mapping) else images)
     for (name, part), own in sums.items():
-        count = own.pop('count')
+        (layer, grid), count = seen[name], own.pop('count')
         values: Dict[str, Any] = {field: (value / count).cpu() for field, value in own.items()}
-        values.update(window=getattr(seen[name], 'window', None), in_windows=name in windows)
-        means[name, part] = MeanAttention(grid=grids[name], num_images=number, **values)
-    return seen, grids, means
+        values.update(window=getattr(layer, 'window', None), in_windows=name in windows)
+        means[name, part] = MeanAttention(grid=grid, num_images=number, **values)
+    return seen, means
 
 
 def is_of_position(layer: AttentionLayer, part: str) -> bool:

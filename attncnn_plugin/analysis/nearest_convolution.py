@@ -4,9 +4,9 @@ A layer of position-only attention is the linear map Σ_h P_h ⊗ V_h, of each h
 input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_{q+δ} and of the kernel's slices.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterator, Optional, Sequence, Tuple
+from typing import Any, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class BestConvolution:
         interior_error (float | None): The error over the queries whose window is in the grid; None without any.
     """
 
-    kernel_size: Shift
+    kernel_size: Tuple[int, ...]
     padding_mode: str
     error: float
     interior_error: Optional[float]
@@ -84,19 +84,17 @@ class ConvolutionErrors:
         """Returns the best convolution with a window."""
         left, inside = self._left_by_shifts(targets(window, self.size)), interior_queries(window, self.size)
         interior = _relative(left[inside], self.whole[inside]) if inside.any() else None
-        kernel_size = window.kernel_size[0], window.kernel_size[1]
-        return BestConvolution(kernel_size, self.padding_mode, _relative(left, self.whole), interior)
+        return BestConvolution(window.kernel_size, self.padding_mode, _relative(left, self.whole), interior)
 
     def of_shifts(self, shifts: Sequence[Shift]) -> Optional[float]:
         """Returns the error of the best convolution with only these shifts; None if the window lacks one."""
-        if self.window is None:
-            target = torch.stack([_targets_of_shift(shift, self.size, self.padding_mode) for shift in set(shifts)])
-        else:
-            places = {tuple(shift): place for place, shift in enumerate(self.window.shifts().tolist())}
-            if not places.keys() >= set(shifts):
+        target = []
+        for shift in set(shifts):  # a 3x3 kernel dilated by |δ| has the shift δ
+            window = self.window or same_window((3, 3), self.padding_mode, (abs(shift[0]), abs(shift[1])))
+            if list(shift) not in (places := window.shifts().tolist()):
                 return None
-            target = targets(self.window, self.size)[[places[shift] for shift in set(shifts)]]
-        return _relative(self._left_by_shifts(target), self.whole)
+            target.append(targets(window, self.size)[places.index(list(shift))])
+        return _relative(self._left_by_shifts(torch.stack(target)), self.whole)
 
     def _left_by_shifts(self, target: Tensor) -> Tensor:
         """Computes ‖Σ_h E_h[q, :] ⊗ V_h‖² of each query, where E = P − Σ_δ c_δ S_δ has the least norm, ``(Q,)``.
@@ -116,13 +114,6 @@ def _squared_norms(outputs: Tensor) -> Tensor:
 def _relative(left: Tensor, whole: Tensor) -> float:
     """Returns the root of Σ left / Σ whole; 0 for a layer that is 0."""
     return (left.sum() / whole.sum()).sqrt().item() if whole.any() else 0.0
-
-
-def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
-    """Returns the pixel that each query of a grid sees at a shift, ``(Q,)``."""
-    # A 3x3 kernel dilated by |δ| has the shift δ.
-    window = same_window((3, 3), padding_mode, dilation=(abs(shift[0]), abs(shift[1])))
-    return targets(window, size)[window.shifts().tolist().index(list(shift))]
 
 
 def expressible_kernels(maps: ShiftMaps) -> Iterator[Expressibility]:
@@ -166,14 +157,14 @@ class LayerKind:
     """
 
     kind: str
-    hard: int
-    soft: int
-    uniform: int
+    hard: int = 0
+    soft: int = 0
+    uniform: int = 0
     num_shifts: Optional[int] = None
-    kernel_size: Optional[Shift] = None
-    dilation: Optional[Shift] = None
+    kernel_size: Optional[Tuple[int, ...]] = None
+    dilation: Optional[Tuple[int, ...]] = None
     offset: Optional[Shift] = None
-    stride: Shift = (1, 1)
+    stride: Tuple[int, ...] = (1, 1)
     error: Optional[float] = None
 
     def __str__(self) -> str:
@@ -200,24 +191,23 @@ def kind_of_layer(kinds: Sequence[str], nearest: Sequence[Shift], errors: Convol
     """Returns the kind of a layer by the kinds and the nearest shifts of its heads, and by its nearest convolutions."""
     window = errors.window or same_window((1, 1))
     hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
-    mixture = LayerKind('mixture', hard, soft, uniform, stride=(window.stride[0], window.stride[1]))
     exact = next((best for best in errors.of_kernels if best.error < EXACT and best.interior_error is not None), None)
     error = errors.of_shifts(nearest) if hard == len(kinds) else None
+    num_shifts, full, offset = None, True, (0, 0)
     # The small rest of the heads of an ImageAttention lies in its window: it is a part of the kernel.
     if error is not None and (error < EXACT or exact is None or errors.window is None):
         kernel_size, dilation, offset, full = lattice_of(nearest)
-        mixture = replace(mixture, num_shifts=len(set(nearest)), error=error)
+        num_shifts = len(set(nearest))
     elif exact is not None:
-        rows, columns = (step if n > 1 else 1 for step, n in zip(window.dilation, exact.kernel_size))
-        kernel_size, dilation, offset, full = exact.kernel_size, (rows, columns), (0, 0), True
-        mixture = replace(mixture, error=exact.error)
+        kernel_size, error = exact.kernel_size, exact.error
+        dilation = tuple(step if n > 1 else 1 for step, n in zip(window.dilation, kernel_size))
     else:
-        return mixture
+        return LayerKind('mixture', hard, soft, uniform, stride=window.stride)
     kind = 'sparse' if not full else 'dilated' if max(dilation) > 1 else 'convolution'
-    return replace(mixture, kind=kind, kernel_size=kernel_size, dilation=dilation, offset=offset)
+    return LayerKind(kind, hard, soft, uniform, num_shifts, kernel_size, dilation, offset, window.stride, error)
 
 
-def lattice_of(shifts: Sequence[Shift]) -> Tuple[Shift, Shift, Shift, bool]:
+def lattice_of(shifts: Sequence[Shift]) -> Tuple[Tuple[int, ...], Tuple[int, ...], Any, bool]:
     """Returns the least lattice that holds some shifts: a full one, or their bounding box with dilation 1.
 
     These are its kernel size, its dilation, its place relative to that of ``nn.Conv2d`` with ``padding='same'``, and
@@ -231,14 +221,12 @@ def lattice_of(shifts: Sequence[Shift]) -> Tuple[Shift, Shift, Shift, bool]:
     """
     axes = [sorted(set(axis)) for axis in zip(*shifts)]
     steps = [values[1] - values[0] if len(values) > 1 else 1 for values in axes]
-    full = len(set(shifts)) == len(axes[0]) * len(axes[1]) and all(
-        values == list(range(values[0], values[-1] + 1, step)) for values, step in zip(axes, steps)
-    )
-    if not full:
-        steps = [1, 1]
+    even = [values == list(range(values[0], values[-1] + 1, step)) for values, step in zip(axes, steps)]
+    full = all(even) and len(set(shifts)) == len(axes[0]) * len(axes[1])
+    steps = steps if full else [1, 1]
     sizes = [(values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps)]
     offsets = [values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, sizes)]
-    return (sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full
+    return tuple(sizes), tuple(steps), tuple(offsets), full
 
 
 def size_text(size: Sequence[int]) -> str:

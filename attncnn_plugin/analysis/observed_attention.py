@@ -1,16 +1,12 @@
 """Attention of heads that depend on content, collected while a model of this or another library runs."""
 
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from ..attention.heads import PrunableHeads
 from ..heads.choice import module_in
 from ..heads.found import Heads
-from ..heads.places import Places
 from ..heads.seen import watching
 from ..pruning.criteria import ObservedAttention
 from .layer_maps import few_images
@@ -39,22 +35,14 @@ def observed_attention(model: nn.Module, layers: Mapping[str, Heads]) -> Iterato
         torch.Size([3])
     """
     observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
-    watched = [name for name, layer in layers.items() if layer.num_heads and not isinstance(layer, PrunableHeads)]
+    watched = [name for name, layer in layers.items() if layer.num_heads]
 
-    def visit(name: str, probs: Tensor, places: Places) -> None:
+    def visit(name: str, probs: Tensor, places: Any) -> None:
         observed[str(module_in(name, watched))].add(probs.float())
 
-    with ExitStack() as stack:
-        if watched:
-            stack.enter_context(watching(model, visit, lambda name: module_in(name, watched) is not None))
-        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
-        for name, layer in layers.items():
-            if layer.num_heads and isinstance(layer, PrunableHeads):
-                stack.callback(layer.register_forward_pre_hook(partial(_see_scores, observed[name])).remove)
+    def visit_own(name: str, layer: Any, x: Tensor) -> None:
+        for part in few_images(layer, x):
+            visit(name, layer.attention_scores(part).float().softmax(-1), None)
+
+    with watching(model, visit, lambda name: module_in(name, watched) is not None, visit_own=visit_own):
         yield observed
-
-
-def _see_scores(observed: ObservedAttention, layer: Any, args: Any) -> None:
-    """Adds the attention of a layer of this package to its input."""
-    for part in few_images(layer, args[0]):
-        observed.add(layer.attention_scores(part).float().softmax(-1))

@@ -2,8 +2,6 @@
 
 import dataclasses
 import types
-from contextlib import ExitStack
-from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -12,13 +10,11 @@ from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
-from ..attention.patches import PatchAttention
-from ..attention.tokens import GridAttention
 from ..attention.window import shown
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import Call, called
 from ..heads.places import Places, cells, flat
-from ..heads.seen import AnyAttention, Attention, FunctionsSeen, OwnAttention, Visit, watching
+from ..heads.seen import AnyAttention, FunctionsSeen, Visit, VisitOwn, watching
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
 
@@ -111,19 +107,17 @@ class AttentionRecorder:
         self._of: Dict[Any, Dict[str, Any]] = {}  # the pass of each run of the model; None for parts of it
 
     def __enter__(self) -> 'AttentionRecorder':
-        with ExitStack() as stack:
-            self._watch = stack.enter_context(watching(self.model, self._record, self.wanted, end=self._end))
-            self._stack = stack.pop_all()
+        self._watching = watching(self.model, self._record, self.wanted, end=self._end)
+        self._watch = self._watching.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._watching.__exit__(*error)
         if error[0] is None:
             self.wanted.check()
 
     def _record(self, name: str, probs: Tensor, places: Places) -> None:
-        functions = self._watch.functions
-        assert functions is not None
+        functions: Any = self._watch.functions
         key = functions if functions.whole else None
         own = self._of.get(key)
         if own is None or key is None and name in own:
@@ -157,7 +151,7 @@ def observe(
     visit: Visit,
     layers: Layers = None,
     call: Call = None,
-    visit_own: Optional[Callable[[str, Any, Tensor], None]] = None,
+    visit_own: Optional[VisitOwn] = None,
 ) -> Optional[float]:
     """Runs a model in evaluation mode, and has all of its attention visited as it runs.
 
@@ -167,35 +161,25 @@ def observe(
         visit (Callable): As of :func:`~attncnn_plugin.heads.seen.watching`.
         layers (str | Iterable[str] | callable, optional): As of :func:`attention_maps`. Defaults to None.
         call (Callable, optional): As of :func:`attention_maps`. Defaults to None.
-        visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
-            in place of ``visit``. Defaults to None.
+        visit_own (Callable, optional): As of :func:`~attncnn_plugin.heads.seen.watching`. Defaults to None.
 
     Returns:
         float | None: The number of the token that the model reads; None for several or none.
 
     Raises:
-        ValueError: A layer of this package does not run, or has not two axes; ``layers`` chooses none.
+        ValueError: With ``visit_own``, a layer of this package does not run, or has not two axes; ``layers`` chooses
+            none.
     """
-    read: List[Optional[float]] = []
-    wanted, missing = chosen_by(layers), {} if visit_own is None else attention_layers(model)
-    names = set(missing)
-
-    def see(name: str, layer: AttentionLayer, args: Any) -> None:
-        missing.pop(name, None)
-        if wanted(name):
-            visit_own(name, layer, args[0])  # type: ignore[misc]
-
-    with evaluating(model), ExitStack() as stack:
-        for name, layer in missing.items():
-            stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        of_others = lambda name: name.partition('#')[0] not in names and wanted(name)  # noqa: E731
-        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-        stack.enter_context(watching(model, visit, of_others, end=end))
+    read: List[Optional[float]] = [None]
+    wanted, own_layers = chosen_by(layers), () if visit_own is None else attention_layers(model)
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with evaluating(model), watching(model, visit, wanted, end=end, visit_own=visit_own):
         called(model, inputs, call)
-    for name in filter(wanted, missing):
-        raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+    for name in own_layers:
+        if name not in wanted.answers and wanted(name):
+            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
     wanted.check()
-    return read[-1] if read else None
+    return read[-1]
 
 
 def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
@@ -291,7 +275,7 @@ def rollout(
     Raises:
         ValueError: Layers have other tokens than those before, as those of Swin transformers; ``target`` is no class of
             the model; the grid cannot be seen; see :func:`attention_maps`.
-        TypeError: With ``target``, a layer of this package that has no values of tokens.
+        TypeError: With ``target``, attention of this package instead of a convolution.
 
     Examples:
         >>> import timm
@@ -311,9 +295,7 @@ def rollout(
     if target is None:
         token = observe(model, inputs, visit, call=call)
     else:
-        layers, token = _weighted_by_gradients(model, inputs, target, call)
-        for name, weights, places in layers:
-            rolled.add(name, weights, 1.0, places)
+        token = _visit_by_gradients(model, inputs, target, call, rolled)
     if rolled.joint is None:
         raise no_attention(model)
     return rolled.on_grid(token, grid)
@@ -329,11 +311,10 @@ class Rollout:
         pooled (Tensor | None): The rows of attention pooling, ``(B, Q, M)``.
     """
 
-    def __init__(self) -> None:
-        self.joint: Optional[Tensor] = None
-        self.tokens: Optional[Tensor] = None
-        self.first: Any = None
-        self.pooled: Optional[Tensor] = None
+    joint: Any = None
+    tokens: Any = None
+    first: Any = None
+    pooled: Optional[Tensor] = None
 
     def add(self, name: str, weights: Tensor, keep: float, places: Places) -> None:
         """Multiplies by the weights of a layer, ``(B, Q, K)``, and adds ``keep`` of what was there.
@@ -343,42 +324,40 @@ class Rollout:
         """
         if self.pooled is not None:
             raise ValueError(f'{name} comes after attention that pools all tokens: a rollout ends there')
-        keys = None if places.keys is None else places.keys[0]
-        queries = None if places.queries is None else places.queries[0]
-        batch, _, number = weights.shape
+        queries, keys = (None if own is None else own[0] for own in (places.queries, places.keys))
+        batch, rows, number = weights.shape
         if self.joint is None:
             self.joint = torch.eye(number, device=weights.device, dtype=weights.dtype).expand(batch, -1, -1)
             self.tokens = self.first = keys
-        self._bring(name, batch, number, keys)
-        assert self.joint is not None
-        if weights.shape[1] == number:
+        if not self._brought(batch, number, keys):
+            raise self._other(name, number)
+        same = None if queries is None or keys is None else (queries[:, None] == keys) & (keys < 0)
+        if rows == number:
             self.joint = weights @ self.joint + keep * self.joint
-        elif queries is not None and keys is not None and ((queries[:, None] == keys) & (keys < 0)).any(1).all():
-            rows = (queries[:, None] == keys).long().argmax(1)  # tokens that attend to all, as class tokens do
-            self.joint = self.joint.index_copy(1, rows, weights @ self.joint + keep * self.joint[:, rows])
-        elif weights.shape[1] < number and (queries is None or (queries <= 0).all()):
+        elif same is not None and same.any(1).all():  # tokens that attend to all, as class tokens do
+            some = same.long().argmax(1)
+            self.joint = self.joint.index_copy(1, some, weights @ self.joint + keep * self.joint[:, some])
+        elif rows < number and (queries is None or (queries <= 0).all()):
             self.pooled = weights @ self.joint
         else:
-            raise self._other(name, f'{weights.shape[1]} to {number}')
+            raise self._other(name, f'{rows} to {number}')
 
-    def _bring(self, name: str, batch: int, number: int, keys: Optional[Tensor]) -> None:
-        """Brings the tokens into the order of these keys, with those that are new."""
+    def _brought(self, batch: int, number: int, keys: Optional[Tensor]) -> bool:
+        """Brings the tokens into the order of these keys, with those that are new; says whether they are the same."""
         before = self.joint
-        assert before is not None
-        if keys is not None and self.tokens is not None and not torch.equal(keys, self.tokens):
-            same = keys[:, None] == self.tokens
-            new = ~same.any(1)
-            if batch != len(before) or not same.any(0).all() or not (same.sum(1) <= 1).all():
-                raise self._other(name, number)
-            joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
-            joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
-            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum()), device=before.device, dtype=before.dtype)
-            self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
-        elif number != before.shape[1] or batch != len(before):
-            raise self._other(name, number)
+        if keys is None or self.tokens is None or torch.equal(keys, self.tokens):
+            return number == before.shape[1] and batch == len(before)
+        same = keys[:, None] == self.tokens
+        new = ~same.any(1)
+        if batch != len(before) or not same.any(0).all() or not (same.sum(1) <= 1).all():
+            return False
+        joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
+        joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
+        joint[:, new, before.shape[2] :] = torch.eye(int(new.sum()), device=before.device, dtype=before.dtype)
+        self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
+        return True
 
     def _other(self, name: str, number: Any) -> ValueError:
-        assert self.joint is not None
         return ValueError(
             f'{name} has attention of {number} tokens that are not the {self.joint.shape[1]} of the layers before: a '
             'rollout needs the same tokens in all layers; use attention_maps'
@@ -386,14 +365,20 @@ class Rollout:
 
     def on_grid(self, token: Optional[float], grid: Optional[Tuple[int, int]]) -> Tensor:
         """Returns the row of a token, of the pooling, or the mean over all places, on the grid, ``(B, H, W)``."""
-        assert self.joint is not None
         if grid is not None:
             number, tokens = grid[0] * grid[1], self.joint.shape[2]
             if number > tokens:
                 raise ValueError(f'grid={grid} has {number} patches, but there are {tokens} tokens')
             order, of_places = (torch.arange(n - number, n, device='cpu') for n in (tokens, self.joint.shape[1]))
-        else:
-            order, of_places, grid = self._places()
+        elif self.first is not None and self.tokens is not None:
+            _, place, grid = cells(self.first[None])
+            order = place[0].argsort()[(place[0] < 0).sum() :]
+            of_places = (self.tokens > 0).nonzero().flatten()
+        if grid is None or len(order) != grid[0] * grid[1] or not len(order):
+            raise ValueError(
+                'which token is which patch could not be seen: give grid, the height and width in patches, which are '
+                'the last tokens'
+            )
         if self.pooled is not None:
             row = self.pooled.mean(1)
         elif token is not None and self.tokens is not None and (self.tokens == token).any():
@@ -402,52 +387,23 @@ class Rollout:
             row = self.joint[:, of_places].mean(1)
         return row[:, order].unflatten(1, grid)
 
-    def _places(self) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
-        """Returns the columns of the places of the grid, row-major, the rows of places, and the grid."""
-        if self.first is not None and self.tokens is not None:
-            _, place, grid = cells(self.first[None])
-            order = place[0].argsort()[(place[0] < 0).sum() :]
-            if len(order) == grid[0] * grid[1] > 0:
-                return order, (self.tokens > 0).nonzero().flatten(), grid
-        raise ValueError(
-            'which token is which patch could not be seen: give grid, the height and width in patches, which are the '
-            'last tokens'
-        )
 
-
-def _weighted_by_gradients(
-    model: nn.Module, inputs: Any, target: Any, call: Call
-) -> Tuple[List[Tuple[str, Tensor, Places]], Optional[float]]:
-    """Returns names, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, places, and the token read."""
-    maps: Dict[str, Tuple[Tensor, Places]] = {}
-    changes: Dict[str, Tuple[Attention, Tensor]] = {}
-    own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
-    own_inputs: Dict[str, Tensor] = {}
-    own_outputs: Dict[str, Tuple[OwnAttention, Tensor]] = {}
-    read: List[Optional[float]] = []
+def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, rolled: Rollout) -> Optional[float]:
+    """Adds E_h[(∂y/∂A ∘ A)⁺] of all layers (Chefer et al. 2021, eq. 5) to a rollout, and returns the token read."""
+    seen: List[Tuple[AnyAttention, Any, Tensor]] = []
+    read: List[Optional[float]] = [None]
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
-        if isinstance(attention, OwnAttention):
-            output = output if output.requires_grad else output.detach().requires_grad_()
-            own_outputs[attention.name] = attention, output
-            return output
-        sizes = [attention.sizes[label] for label in attention.batch]
-        assert attention.probs is not None
-        change = torch.zeros_like(attention.probs.expand(*sizes, *attention.probs.shape[-2:]), dtype=output.dtype)
-        changes[attention.name] = attention, change.requires_grad_()
-        return output + attention.product(change)
+        probs: Any = attention.probs
+        seen.append((attention, probs, torch.zeros_like(probs, dtype=output.dtype).requires_grad_()))
+        return output + attention.product(seen[-1][2])
 
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        for name, layer in own_layers.items():
-            see = lambda module, args, name=name: own_inputs.update({name: args[0]})  # noqa: E731
-            stack.enter_context(layer.register_forward_pre_hook(see))
-        visit = lambda name, probs, places: maps.update({name: (probs, places)})  # noqa: E731
-        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-        stack.enter_context(evaluating(model))
-        stack.enter_context(watching(model, visit, touch=touch, end=end))
-        copied = copied_for_gradients(inputs)
-        logits = called(model, copied, call)
+    visit = lambda name, probs, places: None  # noqa: E731
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        with watching(model, visit, touch=touch, end=end):
+            logits = called(model, copied_for_gradients(inputs), call)
         logits = getattr(logits, 'logits', logits)
         classes = torch.as_tensor(target, device='cpu').clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
@@ -457,38 +413,18 @@ def _weighted_by_gradients(
             raise ValueError(
                 f'target={shown(target)} must be a class from 0 to {logits.shape[1] - 1}, or one for each image'
             )
-        chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
-        seen = [own for _, own in (*changes.values(), *own_outputs.values())]
         if not seen:
             raise no_attention(model)
-        gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
-    found = []
-    for name, (probs, places) in maps.items():
-        gradient = gradients.get(name)
-        if name in changes and gradient is not None:
-            of_probs = changes[name][0].by_heads(gradient)
-        elif gradient is not None and probs.shape[1]:
-            layer = own_layers[name]
-            of_heads = own_outputs[name][0].of_heads(gradient)
-            values = _values(name, layer, own_inputs[name])
-            of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
-        else:  # it does not reach the logits, or has no heads
-            of_probs = torch.zeros_like(probs)
-        found.append((name, (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1), places))
-    return found, read[-1] if read else None
-
-
-def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:
-    """Returns the values V of each head of a layer over a grid, ``(B, N, D_h)``, which its probabilities mix."""
-    if isinstance(layer, GridAttention):
-        return [x.flatten(1, 2)] * layer.num_heads
-    if isinstance(layer, PatchAttention):
-        return layer.value(x.flatten(1, 2)).split(layer.head_dims, 2)
-    raise TypeError(f'{name} is a {type(layer).__name__}, of a network without tokens: leave out target')
+        chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
+        gradients = torch.autograd.grad(chosen, [change for *_, change in seen], materialize_grads=True)
+    for (attention, probs, _), gradient in zip(seen, gradients):
+        weights = (attention.by_heads(gradient) * attention.by_heads(probs)).clamp(min=0).mean(1)
+        rolled.add(attention.name, weights, 1.0, attention.places)
+    return read[-1]
 
 
 def copied_for_gradients(inputs: Any) -> Any:
     """Returns inputs whose tensors are copies, no inference tensors."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    return {name: copied_for_gradients(own) for name, own in inputs.items()} if isinstance(inputs, Mapping) else inputs
+    if isinstance(inputs, Mapping):
+        return {name: copied_for_gradients(own) for name, own in inputs.items()}
+    return inputs.clone() if isinstance(inputs, Tensor) else inputs

@@ -4,18 +4,15 @@ They answer, for any layer, the questions of Cordonnier et al. 2020 (C20), secti
 which of the shifts of a kernel they cover (C20, Theorem 1 and Lemma 3).
 """
 
-import dataclasses
 import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
-from ..attention.positions import GaussianHeads
 from ..attention.window import shown
 from ..change import table
 from ..convert import Expressibility
@@ -37,7 +34,6 @@ from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
 UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
-ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
 MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5', 'convolution']
 
@@ -98,13 +94,14 @@ def head_report(
     parts = ('position',) if images is None else ('position', 'all')
     reports = []
     for name, layer, part, maps in maps_of_layers(model, images, size, parts, layers, call):
-        attention = 'images' if part == 'all' else 'position'
-        reports.append(dataclasses.replace(layer_report(maps, name, layer), attention=attention))
+        reports.append(layer_report(maps, name, layer, 'images' if part == 'all' else 'position'))
     return HeadReport(tuple(reports))
 
 
 @torch.no_grad()
-def layer_report(maps: MeanAttention, name: str = '', layer: Optional[AttentionLayer] = None) -> 'LayerReport':
+def layer_report(
+    maps: MeanAttention, name: str = '', layer: Optional[AttentionLayer] = None, attention: str = 'position'
+) -> 'LayerReport':
     """Reports what the heads of given attention maps do.
 
     Args:
@@ -112,6 +109,7 @@ def layer_report(maps: MeanAttention, name: str = '', layer: Optional[AttentionL
         name (str): Name of the layer. Defaults to none.
         layer (AttentionLayer, optional): The layer, whose value matrices weigh the heads in the errors of convolutions.
             Defaults to heads of equal weight, each with an output of its own.
+        attention (str): See :class:`LayerReport`. Defaults to ``'position'``.
 
     Raises:
         ValueError: See :func:`head_report`.
@@ -124,9 +122,9 @@ def layer_report(maps: MeanAttention, name: str = '', layer: Optional[AttentionL
         >>> print(report.heads[1].criterion, report.heads[1].why)
         entropy relative entropy 1 > 0.99
     """
-    attention = 'images' if maps.num_images else 'position'
+    report = LayerReport(maps.grid, name, attention, maps.num_images)
     if len(maps.probs) == 0:
-        return LayerReport(maps.grid, 0, LayerKind('empty', 0, 0, 0), (), (), (), name, attention, maps.num_images)
+        return report
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
     errors = ConvolutionErrors(shifts, padding_mode, values)
@@ -134,9 +132,7 @@ def layer_report(maps: MeanAttention, name: str = '', layer: Optional[AttentionL
     heads = tuple(_head_statistics(maps, shifts, by_position))
     kind = kind_of_layer([head.kind for head in heads], [head.nearest_shift for head in heads], errors)
     expressible = tuple(expressible_kernels(shifts))
-    return LayerReport(
-        maps.grid, len(heads), kind, errors.of_kernels, expressible, heads, name, attention, maps.num_images
-    )
+    return replace(report, kind=kind, convolutions=errors.of_kernels, expressible=expressible, heads=heads)
 
 
 def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
@@ -146,17 +142,18 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
     if by_position:
         criteria = ['entropy', 'duplicate'] if gaussian is None else ['uniform', 'stripe', 'entropy', 'duplicate']
         degenerate = {head.head: head for head in degenerate_heads_of_maps(shifts.probs, criteria, gaussian).found}
-    middle = [n - 1 for n in maps.grid]  # the place of shift 0
-    center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(shifts.interior_sums, middle), None)
+    if gaussian is None:
+        center, covariance = moments(shifts.interior_sums, [n - 1 for n in maps.grid])  # from shift 0
+    else:
+        center, (inverse, info) = gaussian[0], torch.linalg.inv_ex(gaussian[1])
+        covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))  # Σ = M⁻ᵀ M⁻¹
     relative_entropy, entropy = maps.relative_entropy, maps.entropy
     if relative_entropy is None:
         relative_entropy = relative_entropy_of_maps(shifts.probs)
     if entropy is None:
         entropy = relative_entropy.double() * math.log(shifts.probs.shape[-1])
-    shares = shift_shares(shifts)
     numbers = dict(
         center=center,
-        alpha=alpha,
         covariance=covariance,
         entropy=entropy,
         relative_entropy=relative_entropy,
@@ -165,50 +162,21 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
         mass_5x5=window_mass(shifts, 5),
         prefix_mass=maps.prefix_mass,
     )
-    for head, (shift, share) in enumerate(nearest_shifts(shifts, shares)):
+    for head, (shift, share) in enumerate(nearest_shifts(shifts, shift_shares(shifts))):
         own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
+        kind = 'hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft'
         found = degenerate.get(head)
+        criterion, why = (found.criterion, found.reason) if found else (None, None)
         yield HeadStatistics(
-            head=head,
-            source='parameters' if gaussian else 'moments',
-            nearest_shift=shift,
-            share=share,
-            kind='hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft',
-            degenerate=found is not None if by_position else None,
-            criterion=found.criterion if found else None,
-            why=found.reason if found else None,
-            shares=_zoom(shares[head]),
-            **own,
+            head, shift, share, kind, found is not None if by_position else None, criterion, why, **own
         )
-
-
-def _parameters(gaussian: GaussianHeads) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """Returns centres ``(N_h, 2)``, covariances ``(N_h, 2, 2)`` and, if all heads are round, α ``(N_h,)``."""
-    center, factor = gaussian
-    inverse, info = torch.linalg.inv_ex(factor)  # Σ = M⁻ᵀ M⁻¹
-    covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))
-    round_factor = factor[:, :1, :1] * torch.eye(2, device=factor.device, dtype=factor.dtype)
-    alpha = factor[:, 0, 0].square() / 2 if torch.equal(factor, round_factor) else None  # Σ⁻¹ = 2α·I
-    return center, covariance, alpha
 
 
 def _finite(values: Tensor) -> Any:
     """Returns numbers as a number or as tuples, None if one of them is not finite."""
-    return _tuples(values.tolist()) if values.isfinite().all() else None
-
-
-def _tuples(value: Any) -> Any:
-    """Returns lists as tuples, None in place of what is not a number."""
-    if isinstance(value, list):
-        return tuple(map(_tuples, value))
-    return None if math.isnan(value) else value
-
-
-def _zoom(share: Tensor) -> Tuple[Tuple[Optional[float], ...], ...]:
-    """Returns the shares of the shifts −3 … 3."""
-    padded = F.pad(share, (ZOOM,) * 4, value=float('nan'))
-    row, column = (n // 2 for n in padded.shape)
-    return _tuples(padded[row - ZOOM : row + ZOOM + 1, column - ZOOM : column + ZOOM + 1].tolist())
+    if not values.isfinite().all():
+        return None
+    return tuple(map(_finite, values)) if values.ndim else values.item()
 
 
 @dataclass(frozen=True)
@@ -217,10 +185,8 @@ class HeadStatistics:
 
     Attributes:
         head (int): Index of the head.
-        source (str): Where centre and width come from: ``'parameters'`` of Gaussian heads, or ``'moments'`` of the
-            probabilities at interior queries.
-        center (tuple[float, float] | None): Δ, or the mean shift; None without any probability in the grid.
-        alpha (float | None): α of round Gaussian heads, Σ⁻¹ = 2α·I (C20, eq. 9); None for others.
+        center (tuple[float, float] | None): Δ of Gaussian heads, or the mean shift at interior queries; None without
+            any probability in the grid.
         covariance (tuple[tuple[float, float], ...] | None): Σ, or that of the shift; None where it is infinite.
         entropy (float): Entropy in nats, mean over queries. For attention to images it is the mean over these too, and
             not the entropy of the mean attention, which is larger.
@@ -238,30 +204,25 @@ class HeadStatistics:
         degenerate (bool | None): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds the
             head; None where scores depend on content.
         criterion, why (str | None): The first criterion that finds it, and its value and threshold in words.
-        shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
-            stay in the grid from less than a quarter of the queries.
         prefix_mass (float | None): For a vision transformer of another library, the probability that patches give to
             tokens that are no patches, mean over patches and images. Those that they give to patches were renormalized.
             None for other models.
     """
 
     head: int
-    source: str
-    center: Optional[Tuple[float, float]]
-    alpha: Optional[float]
-    covariance: Optional[Tuple[Tuple[float, float], ...]]
-    entropy: float
-    relative_entropy: float
-    distance: Optional[float]
-    mass_3x3: float
-    mass_5x5: float
     nearest_shift: Shift
     share: float
     kind: str
     degenerate: Optional[bool]
     criterion: Optional[str]
     why: Optional[str]
-    shares: Tuple[Tuple[Optional[float], ...], ...]
+    center: Optional[Tuple[float, float]]
+    covariance: Optional[Tuple[Tuple[float, float], ...]]
+    entropy: float
+    relative_entropy: float
+    distance: Optional[float]
+    mass_3x3: float
+    mass_5x5: float
     prefix_mass: Optional[float] = None
 
     @property
@@ -286,9 +247,8 @@ class HeadStatistics:
     def row(self) -> List[str]:
         """Returns the cells of the table."""
         center = '-' if self.center is None else '({:.2f}, {:.2f})'.format(*(round(v, 2) + 0.0 for v in self.center))
-        entropy = f'{self.entropy:.2f} ({self.relative_entropy:.0%})'
-        masses = [f'{self.mass_3x3:.3f}', f'{self.mass_5x5:.3f}']
-        cells = [str(self.head), center, self.width_text, entropy, *masses]
+        cells = [str(self.head), center, self.width_text, f'{self.entropy:.2f} ({self.relative_entropy:.0%})']
+        cells += [f'{self.mass_3x3:.3f}', f'{self.mass_5x5:.3f}']
         cells += [str(self.nearest_shift), f'{self.share:.3f}', self.kind]
         if self.prefix_mass is not None:
             cells.append(f'{self.prefix_mass:.3f}')
@@ -303,7 +263,9 @@ class LayerReport:
 
     Attributes:
         grid (tuple[int, int]): Height and width of the grid in tokens.
-        num_heads (int): Number of heads N_h.
+        name (str): Name of the layer in its model, empty for a layer by itself.
+        attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
+        num_images (int): Number of images that it is a mean over, 0 for what depends only on position.
         kind (LayerKind): The kind of the layer by what its heads form together.
         convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
             only its window. Empty without heads.
@@ -311,20 +273,21 @@ class LayerReport:
             interior queries, see :func:`~attncnn_plugin.convert.expressible_shifts`, without a kernel that is larger
             than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
         heads (tuple[HeadStatistics, ...]): The heads.
-        name (str): Name of the layer in its model, empty for a layer by itself.
-        attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
-        num_images (int): Number of images that it is a mean over, 0 for what depends only on position.
     """
 
     grid: Shift
-    num_heads: int
-    kind: LayerKind
-    convolutions: Tuple[BestConvolution, ...]
-    expressible: Tuple[Expressibility, ...]
-    heads: Tuple[HeadStatistics, ...]
-    name: str = ''
-    attention: str = 'position'
-    num_images: int = 0
+    name: str
+    attention: str
+    num_images: int
+    kind: LayerKind = LayerKind('empty')
+    convolutions: Tuple[BestConvolution, ...] = ()
+    expressible: Tuple[Expressibility, ...] = ()
+    heads: Tuple[HeadStatistics, ...] = ()
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads N_h."""
+        return len(self.heads)
 
     @property
     def summary(self) -> str:
@@ -346,8 +309,8 @@ class LayerReport:
 
     def to_dict(self) -> Dict[str, Any]:
         """Returns data for JSON."""
-        best = None if self.best is None else dataclasses.asdict(self.best)
-        return {**dataclasses.asdict(self), 'summary': self.summary, 'best': best}
+        best = None if self.best is None else asdict(self.best)
+        return {**asdict(self), 'summary': self.summary, 'best': best}
 
     def __str__(self) -> str:
         part = ['by position'] if self.attention == 'position' else []
@@ -399,9 +362,9 @@ class HeadReport:
         for report in self.layers:
             heads, kind = report.heads, report.kind
             degenerate = [head.degenerate for head in heads if head.degenerate is not None]
-            counts = [str(n) for n in (report.num_heads, kind.hard, kind.soft, kind.uniform)]
+            counts = [str(n) for n in (len(heads), kind.hard, kind.soft, kind.uniform)]
             counts.append(str(sum(degenerate)) if degenerate else '-')
-            masses = [sum(head.mass_3x3 for head in heads), sum(head.mass_5x5 for head in heads)]
-            means = [f'{mass / len(heads):.3f}' if heads else '-' for mass in masses]
+            masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
+            means = [f'{mass / len(heads):.3f}' for mass in masses] or ['-', '-']
             rows.append([report.name, report.attention, *counts, *means, report.best_text])
         return '\n\n'.join([*map(str, self.layers), table(rows)])

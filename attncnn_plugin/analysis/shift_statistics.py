@@ -76,8 +76,7 @@ class ShiftMaps:
         With ``replicate`` it takes the nearest pixel of the grid for one outside. The sums are
         ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
         """
-        rows, columns = self.queries
-        sums = self.probs.unflatten(1, (len(rows), len(columns))).unflatten(-1, self.size)
+        sums = self.probs.unflatten(1, [len(own) for own in self.queries]).unflatten(-1, self.size)
         sums = sums.transpose(2, 3)  # (N_h, q1, k1, q2, k2)
         for size, pixels, some in zip(self.size, self.queries, chosen):
             by_shift = sums.new_zeros(len(sums), 2 * size - 1, *sums.shape[3:])
@@ -92,11 +91,10 @@ class ShiftMaps:
 
     def counts(self, chosen: Axes) -> Tensor:
         """Returns how many of the chosen queries each shift stays in the grid from, as :meth:`sums`, without heads."""
-        axes = []
-        for size, pixels, some in zip(self.size, self.queries, chosen):
-            keys = pixels[some] + torch.arange(1 - size, size, device=pixels.device)[:, None]
-            axes.append(((keys >= 0) & (keys < size)).sum(1))
-        return axes[0][:, None] * axes[1]
+        sizes, pixels = self.size, [own[some] for own, some in zip(self.queries, chosen)]
+        keys = [own + torch.arange(1 - n, n, device='cpu')[:, None] for n, own in zip(sizes, pixels)]
+        rows, columns = (((own >= 0) & (own < n)).sum(1) for n, own in zip(sizes, keys))
+        return rows[:, None] * columns
 
 
 def moments(weight: Tensor, origin: Sequence[int]) -> Tuple[Tensor, Tensor]:

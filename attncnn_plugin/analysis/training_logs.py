@@ -83,27 +83,20 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
         )
     scalars: Dict[str, Dict[float, float]] = {}
     for path in files:
-        later = _read_file(path)
-        of_attention = [min(values) for name, values in later.items() if name.startswith(ATTENTION)]
+        later: Dict[str, Dict[float, float]] = {}
+        beside = path.with_name('attention.json')
+        for text in '\n'.join(file.read_text() for file in (path, beside) if file.is_file()).splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue  # the last line of a run that was killed
+            for name, value in line.items() if 'step' in line else ():
+                if name != 'step' and isinstance(value, (int, float)):
+                    later.setdefault(name, {})[line['step']] = value
+        of_attention = [step for name, values in later.items() if name.startswith(ATTENTION) for step in values]
         for name in {**scalars, **later}:
             values = later.get(name, {})
             begin = min(of_attention if name.startswith(ATTENTION) else values, default=math.inf)
             earlier = {step: value for step, value in scalars.get(name, {}).items() if step < begin}
             scalars[name] = {**earlier, **values}
     return {name: np.array(sorted(values.items()), dtype=float) for name, values in scalars.items() if values}
-
-
-def _read_file(path: Path) -> Dict[str, Dict[float, float]]:
-    """Returns the scalars of a file by name and step."""
-    scalars: Dict[str, Dict[float, float]] = {}
-    beside = path.with_name('attention.json')
-    for text in '\n'.join(file.read_text() for file in (path, beside) if file.is_file()).splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed
-        step = line.pop('step', None)
-        for name, value in line.items():
-            if step is not None and isinstance(value, (int, float)):
-                scalars.setdefault(name, {})[step] = value
-    return scalars

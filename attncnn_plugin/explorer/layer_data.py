@@ -52,12 +52,14 @@ def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
     windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
 
     def add(name: str, size: Sequence[int], places: Any, parts: Any, centers: Any = None) -> None:
-        heads = len(next(iter(parts.values()))[0]) if parts else 0
-        rows, columns = map(list, places)
+        heads, (rows, columns) = len(next(iter(parts.values()))[0]) if parts else 0, map(list, places)
         layer = dict(heads=heads, centers=centers, grid=list(size), rows=rows, columns=columns, others=[], keys=None)
         own = found.setdefault(name, dict(layer, parts={}))
         for part, (probs, beside) in parts.items():
-            own['parts'].setdefault(part, []).append(_packed_part(probs, beside))
+            largest = probs.amax(-1, keepdim=True)
+            roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
+            tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside)
+            own['parts'].setdefault(part, []).append({key: packed(own.numpy()) for key, own in tensors.items()})
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
         size = layer.grid_of(x)
@@ -126,27 +128,13 @@ def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
         return {}
     if not layer.depends_on_content:
         return {'position': layer.attention_probs(size).float().cpu()}
-    parts = {
-        'position': layer.position_scores(x),
-        'content': layer.content_scores(x),
-        'both': layer.attention_scores(x),
-    }
-    return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items()}
+    parts = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
+    return {part: probs_of_scores(scores_of(x), size)[0].cpu() for part, scores_of in parts.items()}
 
 
 def _outside(mass: Tensor) -> Tensor:
     """Returns what lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
     return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
-
-
-def _packed_part(probs: Tensor, beside: Tensor) -> Dict[str, Any]:
-    largest = probs.amax(-1)
-    relative = probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)[..., None]
-    return {
-        'largest': packed(largest.numpy()),
-        'bytes': packed((255 * relative.sqrt()).round().byte().numpy()),
-        'beside': packed(beside.numpy()),
-    }
 
 
 def _check_pairs(name: str, images: Tensor, size: Sequence[int], keys: int) -> None:

@@ -6,7 +6,7 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import numpy as np
 from torch import Tensor, nn
@@ -57,8 +57,8 @@ def explorer_page(
         )
     layers = layers_of(model, images)
     grid = [max(sizes) for sizes in zip(*(layer['grid'] for layer in layers))]
-    shown = [packed(_rgb(picture)) for picture in pictures]
-    data = json.dumps({'grid': grid, 'names': names, 'pictures': shown, 'layers': layers}, separators=(',', ':'))
+    data: Any = dict(grid=grid, names=names, pictures=[packed(_rgb(picture)) for picture in pictures], layers=layers)
+    data = json.dumps(data, separators=(',', ':'))
     page = data.replace('<', '\\u003c').join(_shell(title, about).rsplit('{{data}}', 1))
     size = len(page.encode())
     if size > max_bytes:
@@ -81,14 +81,8 @@ def _rgb(picture: np.ndarray) -> np.ndarray:
 def _shell(title: str, about: str) -> str:
     """Returns the page without its data. Its policy allows the script and the style that it holds, and no request."""
     page, style, script = ((FOLDER / f'explorer.{kind}').read_text(encoding='utf-8') for kind in ('html', 'css', 'js'))
-    digests = {
-        kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for kind, text in (('style', style), ('script', script))
-    }
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digests['script']}'; style-src 'sha256-{digests['style']}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    texts = {'title': html.escape(title), 'about': html.escape(about), 'data': '{{data}}'}
-    texts.update(policy=policy, style=style, script=script)
+    of_style, of_script = (base64.b64encode(hashlib.sha256(own.encode()).digest()).decode() for own in (style, script))
+    policy = f"default-src 'none'; script-src 'sha256-{of_script}'; style-src 'sha256-{of_style}'; "
+    texts = dict(title=html.escape(title), about=html.escape(about), data='{{data}}', style=style, script=script)
+    texts['policy'] = f"{policy}base-uri 'none'; form-action 'none'"
     return re.sub(r'{{(\w+)}}', lambda match: texts[match[1]], page)  # at once: a title is not looked at again

@@ -22,12 +22,15 @@ from ..attention.content_images import ContentImageAttention
 from ..attention.heads import PrunableHeads
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.neighbourhoods import join_tiles
+from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.state_dicts import HOOKS
+from ..attention.tokens import GridAttention
 from .kernels import dot_products, shown_to_modes
 from .places import Followed, Places, axes_of, first_of, flat, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
+VisitOwn = Callable[[str, Any, Tensor], None]
 Touch = Callable[['AnyAttention', Tensor], Tensor]
 # A part of an axis: the label of the axis, the size of the part, and how many entries lie between two of the part.
 Part = Tuple[str, int, int]
@@ -62,6 +65,7 @@ def watching(
     touch: Optional[Touch] = None,
     end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
     again: bool = False,
+    visit_own: Optional[VisitOwn] = None,
 ) -> Iterator['Watch']:
     """Calls ``visit(name, probs, places)`` for all attention that runs in modules of a model.
 
@@ -79,11 +83,13 @@ def watching(
             heads, of an :class:`Attention`, or :class:`OwnAttention` of this package. Defaults to None.
         end (Callable): ``end(functions, output)`` is called after a forward pass of the model, or of a part by itself.
         again (bool): Whether to see what gradient checkpointing computes again, too. Defaults to False.
+        visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
+            in place of ``visit``. Defaults to None.
 
     Yields:
         Watch: What is seen.
     """
-    watch = Watch(model, visit, wanted, touch, end, again)
+    watch = Watch(model, visit, wanted, touch, end, again, visit_own)
     handles = [
         register_module_forward_pre_hook(watch.enter),
         register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
@@ -107,8 +113,11 @@ class Watch(threading.local):
             None where nothing is seen.
     """
 
-    def __init__(self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool) -> None:
-        self.model, self.visit, self.wanted, self.touch, self.end, self.again = model, visit, wanted, touch, end, again
+    def __init__(
+        self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool, visit_own: Any
+    ) -> None:
+        self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
+        self.again, self.visit_own = again, visit_own
         self.names: Dict[nn.Module, Optional[str]] = {module: name for name, module in model.named_modules()}
         self.running: List[Tuple[nn.Module, Optional[str]]] = []
         self.functions: Optional[FunctionsSeen] = None
@@ -144,11 +153,15 @@ class Watch(threading.local):
         if isinstance(module, AttentionLayer):
             self.running[-1] = module, None
             name = self.functions.numbered(name)
-            if self.visit is not None and self.wanted(name):
-                places = places_of_grid(len(args[0]), module.grid_of(args[0]), module.window)
-                self.visit(name, module.probs_of(args[0]), places)
-            if self.touch is not None and isinstance(module, PrunableHeads) and module.num_heads and self.wanted(name):
-                self.own[module.output] = OwnAttention(name, module, args[0].shape)
+            if self.wanted(name):
+                own = OwnAttention(name, module, args[0])
+                if self.visit_own is not None:
+                    self.visit_own(name, module, args[0])
+                elif self.visit is not None:
+                    own.probs = module.probs_of(args[0])
+                    self.visit(name, own.probs, own.places)
+                if self.touch is not None and isinstance(module, PrunableHeads) and module.num_heads:
+                    self.own[module.output] = own
         elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
             self.native = module
             self.functions.__exit__(None, None, None)
@@ -278,15 +291,37 @@ class OwnAttention:
         name (str): Its name.
         owner (PrunableHeads): The layer.
         size (tuple[int, ...]): Height and width of the grid of tokens, or of the image.
+        probs (Tensor | None): The probabilities, ``(B, N_h, Q, K)``, without a null key; None where none are visited.
     """
 
     heads: Any = None  # of :class:`Attention`
     is_query = None
+    probs: Optional[Tensor] = None
 
-    def __init__(self, name: str, owner: PrunableHeads, shape: Sequence[int]) -> None:
-        self.name, self.owner = name, owner
-        is_image = isinstance(owner, ImageAttention)
-        self.size = tuple(shape[-owner.window.ndim :] if is_image else shape[1:-1])
+    def __init__(self, name: str, owner: Any, x: Tensor) -> None:
+        self.name, self.owner, self.x = name, owner, x
+        self.size = tuple(x.shape[-owner.window.ndim :] if isinstance(owner, ImageAttention) else x.shape[1:-1])
+
+    @property
+    def places(self) -> Places:
+        """The places of its queries and keys."""
+        return places_of_grid(len(self.x), self.size, self.owner.window)
+
+    def by_heads(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor ``(B, N_h, …)``."""
+        return tensor
+
+    def product(self, weights: Tensor) -> Tensor:
+        """Computes the outputs of all heads for other weights, ``(B, N_h, Q, K)``."""
+        tokens = self.x.flatten(1, 2)
+        if isinstance(self.owner, GridAttention):
+            values: Sequence[Tensor] = [tokens] * self.owner.num_heads
+        elif isinstance(self.owner, PatchAttention):
+            values = self.owner.value(tokens).split(self.owner.head_dims, 2)
+        else:
+            raise TypeError(f'{self.name} is a {type(self.owner).__name__}, of a network without tokens')
+        heads = [own @ value for own, value in zip(weights.unbind(1), values)]
+        return torch.cat(heads, -1).unflatten(1, self.size)
 
     def of_heads(self, output: Tensor) -> Sequence[Tensor]:
         """Returns the output of each head, ``(B, Q, D_h)``."""

@@ -159,22 +159,20 @@ class TwoPhases:
     def _phase(self, model: nn.Module) -> Optional[str]:
         """Returns the phase of a model; None for one that has none."""
         if self.globs is None:
-            phases = [part.phase for part in parts_in_phases(model)]
-        else:
-            named = model.named_modules()
-            chosen = [layer for name, layer in named if any(fnmatchcase(name, glob) for glob in self.globs)]
-            phases = ['attn' for layer in chosen if isinstance(layer, ImageAttention)]
-            phases = phases or ['conv' for layer in chosen if isinstance(layer, CONVOLUTIONS)]
-        return None if not phases else 'conv' if 'conv' in phases else 'attn'
+            phases = {part.phase for part in parts_in_phases(model)}
+            return max(phases, default=None)  # 'conv' where one is
+        chosen = [own for name, own in model.named_modules() if any(fnmatchcase(name, glob) for glob in self.globs)]
+        kinds = {'attn': ImageAttention, 'conv': CONVOLUTIONS}
+        found = (phase for phase, kind in kinds.items() if any(isinstance(own, kind) for own in chosen))
+        return next(found, None)
 
     def _turn(self, model: nn.Module, optimizers: Sequence[Any]) -> List[Change]:
-        names = {module: name for name, module in model.named_modules()}
+        names: Dict[Any, str] = {module: name for name, module in model.named_modules()}
         if self.globs is None:
-            places = [names[part] for part in parts_in_phases(model, 'conv')]  # type: ignore[index]
+            places = [names[part] for part in parts_in_phases(model, 'conv')]
             changes = to_attention(model, self.seed)
         else:
-            generator = torch.Generator().manual_seed(self.seed)
-            places = ['']
+            places, generator = [''], torch.Generator().manual_seed(self.seed)
             changes = [convs_to_attention(model, self.globs, generator=generator, **self.settings)]
         replaced: Dict[nn.Parameter, Successor] = {}
         for name, change in zip(places, changes):

@@ -6,10 +6,8 @@ except ImportError as error:
     raise ImportError("the figures need matplotlib: pip install 'attncnn_plugin[vis]'") from error
 
 from .center_figures import plot_attention_centers, plot_center_movement
-from .distance_figures import plot_attention_distance
-from .metric_curves import plot_metric
-from .model_figures import plot_attention, plot_head_ablation, plot_heads
-from .probability_figures import plot_attention_probs
+from .curves import plot_attention_distance, plot_metric
+from .map_figures import plot_attention, plot_attention_probs, plot_head_ablation, plot_heads
 from .style import save_figure
 
 __all__ = [

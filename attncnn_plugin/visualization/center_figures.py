@@ -111,9 +111,8 @@ def _head_lines(maps: MeanAttention, query: Optional[Sequence[int]]) -> HeadLine
     """Returns by head the centre and the lines of each contour, as shifts (row, column)."""
     centers = head_centers(maps, query)[0].numpy()
     if maps.gaussian is not None:
-        ellipses = zip(centers, maps.gaussian.inverse_covariance.numpy())
-        lines = [[[gaussian_contour(center, precision, mass)] for mass in CONTOURS] for center, precision in ellipses]
-        return dict(enumerate(zip(centers, lines)))
+        ellipses = enumerate(zip(centers, maps.gaussian.inverse_covariance.numpy()))
+        return {head: (own[0], [[gaussian_contour(*own, mass)] for mass in CONTOURS]) for head, own in ellipses}
     probs, origin = keys_of_query(maps, query)
     heads = {}
     for head, (center, keys) in enumerate(zip(centers, probs.numpy())):
@@ -136,9 +135,8 @@ def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(max(2.6 * columns, 5.0), 2.75 * rows + 0.4), layout='constrained')
     panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(names))]
-    labels = layer_labels(names)
-    for i, (name, axes) in enumerate(zip(names, panels)):
-        axes.set_title(labels[name])
+    for i, (label, axes) in enumerate(zip(layer_labels(names).values(), panels)):
+        axes.set_title(label)
         if i + columns >= len(names):
             axes.set_xlabel('column shift')
         if i % columns == 0:
@@ -149,7 +147,7 @@ def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
 def _shift_axes(axes: Axes, reach: float) -> None:
     """Sets axes of shifts from the query, whose pixel is a black square, with the row pointing down."""
     axes.set(aspect='equal', xlim=(-reach, reach), ylim=(reach, -reach))
-    axes.axhline(0, color='#DDDDDD', linewidth=0.5, zorder=0)
-    axes.axvline(0, color='#DDDDDD', linewidth=0.5, zorder=0)
+    for line in (axes.axhline, axes.axvline):
+        line(0, color='#DDDDDD', linewidth=0.5, zorder=0)
     axes.add_patch(Rectangle((-0.5, -0.5), 1, 1, facecolor='black', edgecolor='none', zorder=2))
     axes.locator_params(integer=True, nbins=7)

@@ -1,11 +1,13 @@
 """The common look of all figures, and the files they are written to."""
 
+import cmath
+import itertools
 import math
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Dict, Iterator, Mapping, Sequence, Tuple, Union
+from typing import Dict, Mapping, Sequence, Tuple, Union
 
-import matplotlib
+import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,6 +18,8 @@ from matplotlib.image import AxesImage
 from ..analysis import MeanAttention
 from ..attention.window import shown
 
+Place = Tuple[float, float]  # row and column
+
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
 MAP_COLORS = 'Blues'  # from white, for what is not attention
@@ -25,35 +29,8 @@ ATTENTION_COLORS = LinearSegmentedColormap.from_list(
 )
 ATTENTION_RANGE = 0.1, 100.0  # times uniform attention
 
-SETTINGS = {
-    'font.family': 'DejaVu Sans',  # comes with matplotlib
-    'font.size': 8,
-    'axes.titlesize': 9,
-    'axes.labelsize': 8,
-    'axes.linewidth': 0.6,
-    'axes.edgecolor': '#666666',
-    'xtick.labelsize': 7,
-    'ytick.labelsize': 7,
-    'xtick.color': '#444444',
-    'ytick.color': '#444444',
-    'xtick.major.width': 0.6,
-    'ytick.major.width': 0.6,
-    'legend.fontsize': 8,
-    'legend.frameon': False,
-    'figure.facecolor': 'white',
-    'savefig.facecolor': 'white',
-    'figure.dpi': 100,
-    'svg.hashsalt': 'attncnn_plugin',  # the same names in every file
-}
-
-
-@contextmanager
-def settings() -> Iterator[None]:
-    """Sets the common settings of matplotlib inside, and those of outside again afterwards."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(SETTINGS)
-        yield
+# Sets the common settings of matplotlib inside a ``with``, or in a function, and those of outside again afterwards.
+settings = partial(matplotlib.style.context, Path(__file__).with_name('figures.mplstyle'), after_reset=True)
 
 
 def check_maps(maps: Mapping[str, MeanAttention]) -> None:
@@ -69,7 +46,7 @@ def color_of(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float, beside: bool = False) -> None:
+def draw_heads(axes: Axes, places: Dict[int, Place], reach: float, beside: bool = False) -> None:
     """Draws the centres of heads as dots, and discs with their numbers, in an axes from −reach to reach.
 
     A disc lies on its dot, or beside it where another disc is there already, with a line to the dot. A dot that would
@@ -89,13 +66,12 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
         discs.append(disc)
         if disc != dot:
             axes.plot([dot[1], disc[1]], [dot[0], disc[0]], color='#888888', linewidth=0.5, zorder=2.5)
-        fill, edge = ('white', color) if hollow else (color, 'white')
+        fill, edge, ink = ('white', color, 'black') if hollow else (color, 'white', text_color_on(color))
         look = dict(markerfacecolor=fill, markeredgecolor=edge, clip_on=False)
         above = dict(markersize=4, markeredgewidth=0.6, zorder=4 if disc == dot else 7)
         axes.plot(dot[1], dot[0], 'o', label=f'head {head}', **look, **above)
         axes.plot(disc[1], disc[0], 'o', markersize=8.5, markeredgewidth=0.8, zorder=5, **look)
-        text = dict(ha='center', va='center_baseline', fontsize=6, zorder=6)
-        axes.text(disc[1], disc[0], str(head), color='black' if hollow else text_color_on(color), **text)
+        axes.text(disc[1], disc[0], str(head), color=ink, ha='center', va='center_baseline', fontsize=6, zorder=6)
 
 
 def draw_attention(axes: Axes, times: np.ndarray, **where) -> AxesImage:
@@ -136,35 +112,24 @@ def text_color_on(color: str) -> str:
     return 'white' if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else 'black'
 
 
-def _free_place(
-    place: Tuple[float, float],
-    discs: Sequence[Tuple[float, float]],
-    dots: Sequence[Tuple[float, float]],
-    reach: float,
-    beside: bool,
-) -> Tuple[float, float]:
+def _free_place(place: Place, discs: Sequence[Place], dots: Sequence[Place], reach: float, beside: bool) -> Place:
     """Returns the place, or the next one where a disc covers no other disc and no dot, or at least no disc."""
     disc = 0.12 * reach  # the diameter of a disc in a panel of 2.6 inches
     near = [] if beside else [place]
-    for distance in (0.9, 1.3, 1.7, 2.2, 2.8, 3.5):
-        for angle in range(0, 360, 30):
-            down, right = math.sin(math.radians(angle)), math.cos(math.radians(angle))
-            near.append((place[0] + distance * disc * down, place[1] + distance * disc * right))
-    free = [
-        other
-        for other in near
-        if (other == place or max(map(abs, other)) < reach) and all(math.dist(other, drawn) >= disc for drawn in discs)
-    ]
-    clear = (other for other in free if all(math.dist(other, dot) >= 0.7 * disc for dot in dots))
+    for distance, angle in itertools.product((0.9, 1.3, 1.7, 2.2, 2.8, 3.5), range(0, 360, 30)):
+        turned = cmath.rect(distance * disc, math.radians(angle))
+        near.append((place[0] + turned.imag, place[1] + turned.real))
+    inside = [own for own in near if own == place or max(map(abs, own)) < reach]
+    free = [own for own in inside if all(math.dist(own, drawn) >= disc for drawn in discs)]
+    clear = (own for own in free if all(math.dist(own, dot) >= 0.7 * disc for dot in dots))
     return next(clear, free[0] if free else place)
 
 
 def image_of(figure: Figure) -> np.ndarray:
     """Returns a figure as an image at 150 dots an inch, ``(rows, columns, 3)``, uint8."""
     figure.set_dpi(150)
-    canvas = FigureCanvasAgg(figure)
     with settings():
-        canvas.draw()
+        (canvas := FigureCanvasAgg(figure)).draw()
     return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 

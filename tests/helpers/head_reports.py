@@ -126,10 +126,10 @@ def shift_operators(shifts, size, padding_mode):
 
 
 SCHEMA = dict(
-    layer='grid num_heads kind convolutions expressible heads name attention num_images summary best',
+    layer='grid kind convolutions expressible heads name attention num_images summary best',
     kind='kind hard soft uniform num_shifts kernel_size dilation offset stride error',
-    head='head source center alpha covariance entropy relative_entropy distance mass_3x3 mass_5x5 nearest_shift share '
-    'kind degenerate criterion why shares prefix_mass',
+    head='head center covariance entropy relative_entropy distance mass_3x3 mass_5x5 nearest_shift share '
+    'kind degenerate criterion why prefix_mass',
     convolutions='kernel_size padding_mode error interior_error',
     expressible='kernel_size expressible missing residual rank tolerance',
 )
@@ -146,9 +146,9 @@ def check_schema(content):
     assert loaded['layers']
     for layer in loaded['layers']:
         assert layer.keys() == SCHEMA['layer'] and layer['kind'].keys() == SCHEMA['kind']
-        assert len(layer['heads']) == layer['num_heads']
+        assert len(layer['heads']) == sum(layer['kind'][kind] for kind in ('hard', 'soft', 'uniform'))
         for head in layer['heads']:
-            assert head.keys() == SCHEMA['head'] and len(head['shares']) == 7 == len(head['shares'][0])
+            assert head.keys() == SCHEMA['head']
         for part in ('convolutions', 'expressible'):
             assert all(entry.keys() == SCHEMA[part] for entry in layer[part])
     return loaded

@@ -1,25 +1,26 @@
-"""Figures of the heads of any vision transformer, which need a model and images and nothing else."""
+"""Maps of what heads attend to (Cordonnier et al. 2020 (C20), Figures 5 to 10), and what each head is worth."""
 
 from dataclasses import replace
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..analysis import mean_attention
+from ..analysis import MeanAttention, mean_attention
 from ..analysis.layer_maps import layer_labels
 from ..analysis.recorder import beside_the_grid, no_attention, observe, rollout
 from ..analysis.shift_statistics import keys_of_query
 from ..attention.window import shown
 from ..heads.places import Places, cells
 from ..pruning import HeadAblation
-from .style import MAP_COLORS, attention_bar, draw_attention, settings
+from .style import MAP_COLORS, attention_bar, check_maps, draw_attention, settings
 
 CHANGES = 'RdBu_r'  # of the loss: white for none, red where it rises
 MOST_COLUMNS = 12  # of heads
@@ -125,6 +126,75 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
 
 
 @settings()
+def plot_attention_probs(
+    maps: Mapping[str, MeanAttention],
+    query: Optional[Sequence[int]] = None,
+    zoom: Optional[int] = 7,
+    image: Optional[np.ndarray] = None,
+    numbers: Optional[Mapping[str, Sequence[int]]] = None,
+) -> Figure:
+    """Draws the probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
+
+    The heads of a layer are ordered by locality, the mean distance from the query to the pixels that they attend to,
+    and have their numbers and their largest probability above their maps. The colours say how many times uniform
+    attention a pixel gets, so that a head that attends to all pixels alike is white.
+
+    Args:
+        maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
+        query (Sequence[int], optional): Row and column of the query, on each layer's grid; where not every pixel is a
+            query, it is the nearest one. Defaults to the middle of the grid.
+        zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
+            to 7. Outside of the grid it is grey.
+        image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
+            ``(rows, columns, 3)``, uint8. Defaults to none.
+        numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
+
+    Returns:
+        Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the
+        row, counted from the query's with ``zoom`` and from the grid's corner without. A layer whose heads were all
+        pruned has one axes that says so.
+
+    Raises:
+        TypeError: ``maps`` are no attention maps.
+        ValueError: No maps; an even ``zoom``; a query outside of the grid.
+    """
+    check_maps(maps)
+    if zoom is not None and (zoom < 1 or zoom % 2 == 0):
+        raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
+    drawn = {name: own.of_query(query) for name, own in maps.items()}
+    columns = max(1, *(len(own.probs) for own in maps.values()))
+    left = 0 if image is None else 2
+    figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
+    grid, labels, of_map = figure.add_gridspec(len(maps), columns + left), layer_labels(maps), None
+    if image is not None:
+        (_, height, width), (row, column) = next((keys.shape, place) for keys, place in drawn.values())
+        axes = figure.add_subplot(grid[:, :2])
+        axes.imshow(image, interpolation='nearest', extent=(-0.5, width - 0.5, height - 0.5, -0.5), cmap='gray')
+        axes.set(xticks=[], yticks=[], title=f'query at row {row}, column {column}')
+        _draw_query(axes, row, column)
+    for line, (name, (keys, (row, column))) in enumerate(drawn.items()):
+        heads, height, width = keys.shape
+        number_of = (numbers or {}).get(name, range(heads))
+        panels = [figure.add_subplot(grid[line, left + place]) for place in range(max(heads, 1))]
+        panels[0].set_ylabel(labels[name])
+        if not heads:
+            panels[0].set(xticks=[], yticks=[], title='no heads')
+        distance = np.hypot(*np.ogrid[-row : height - row, -column : width - column])
+        locality = (keys.numpy() * distance).sum((1, 2)) / keys.sum((1, 2)).clamp(min=1e-12).numpy()
+        top, start = (0, 0) if zoom is None else (row, column)
+        extent = -start - 0.5, width - start - 0.5, height - top - 0.5, -top - 0.5
+        for axes, head in zip(panels, locality.argsort(kind='stable').tolist()):
+            of_map = draw_attention(axes, (keys[head] * height * width).numpy(), extent=extent)
+            if zoom is not None:
+                axes.set(facecolor='#CCCCCC', xlim=(-zoom / 2, zoom / 2), ylim=(zoom / 2, -zoom / 2))
+            _draw_query(axes, row - top, column - start)
+            axes.set_title(f'head {number_of[head]}: {keys[head].max():.2g}', fontsize=6.5, pad=2)
+    if of_map is not None:
+        attention_bar(figure, of_map, ax=figure.axes[left // 2 :], shrink=min(1, 2 / len(maps)), pad=0.01, aspect=15)
+    return figure
+
+
+@settings()
 def plot_head_ablation(ablation: HeadAblation) -> Figure:
     """Draws what each head is worth, layers by heads: the change of loss at its mean and at zero, and its importance.
 
@@ -188,6 +258,11 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     if not rows:
         raise no_attention(model)
     return rows, bool(from_token)
+
+
+def _draw_query(axes: Axes, row: int, column: int) -> None:
+    """Draws a black square around the query."""
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
 
 
 def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:
