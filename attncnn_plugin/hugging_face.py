@@ -27,7 +27,7 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
     Raises:
         ImportError: Hugging Face transformers is not installed.
         ValueError: The configuration names no model of transformers; or weights of other shapes, which no number of
-            heads explains; or attention instead of a convolution.
+            heads explains, or which transformers before 5.20 cannot take; or attention instead of a convolution.
     """
     try:
         import transformers
@@ -38,11 +38,11 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         raise ValueError(f'{folder}/config.json has the architecture {name}, which is no model of transformers')
-    verbosity = transformers.logging.get_verbosity()
+    settings, returns_info = {**settings, 'output_loading_info': True}, settings.get('output_loading_info')
+    strict, verbosity = not settings.get('ignore_mismatched_sizes'), transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report what has another shape
     try:
-        every = {**settings, 'ignore_mismatched_sizes': True, 'output_loading_info': True}
-        model, info = cls.from_pretrained(folder, **every)
+        model, info = cls.from_pretrained(folder, **{**settings, 'ignore_mismatched_sizes': True})
     finally:
         transformers.logging.set_verbosity(verbosity)
     converted = [key for key in info['unexpected_keys'] if key.endswith(EXTRA_STATE)]
@@ -51,9 +51,16 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
             f'{folder} has attention instead of a convolution, {min(converted).rpartition(".")[0]}: save and load '
             'the state dict of such a model, with attncnn_plugin.follow_state_dict(model, state_dict) in between'
         )
-    saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
-    if saved:
-        strict, shapes = not settings.get('ignore_mismatched_sizes'), {**model.state_dict(), **saved}
+    knows_heads = tuple(map(int, transformers.__version__.split('.')[:2])) >= (5, 20)
+    if info['mismatched_keys'] and strict and not knows_heads:
+        raise ValueError(
+            f'{folder} has weights of other shapes than its configuration says: if the model has lost heads, load it '
+            f'with transformers 5.20 or newer, not {transformers.__version__}'
+        )
+    loaded = cls
+    if info['mismatched_keys'] and knows_heads:
+        saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
+        shapes = {**model.state_dict(), **saved}
 
         class WithoutHeads(cls):  # type: ignore[misc, valid-type]
             def __init__(self, config: Any) -> None:
@@ -62,6 +69,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
 
         # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
         WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
-        model, info = WithoutHeads.from_pretrained(folder, **{**settings, 'output_loading_info': True})
+        loaded = WithoutHeads
+    if any(info.values()):  # again, so that transformers reports what is missing
+        model, info = loaded.from_pretrained(folder, **settings)
         model.__class__ = cls
-    return (model, info) if settings.get('output_loading_info') else model
+    return (model, info) if returns_info else model

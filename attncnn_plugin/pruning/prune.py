@@ -29,7 +29,7 @@ from ..change import (
 )
 from ..convert.models import in_words
 from ..heads.choice import module_in
-from ..transformers.adapters import Windows, numbers_in_windows, unknown_class
+from ..transformers.adapters import KNOWN, Windows, numbers_in_windows, unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
 from ..transformers.vision_transformer import part_of
@@ -145,7 +145,7 @@ def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, in
     if len(found) != 1:
         raise ValueError(
             f'heads of {key!r} are to be removed, but there are {len(found)} attention layers of that name or block '
-            f'with heads that can be removed: name one of {", ".join(layers) or "none at all"}'
+            f'with heads that can be removed: name one of {", ".join(layers) or f"none at all: {KNOWN}"}'
         )
     return found[0]
 

@@ -23,7 +23,7 @@ Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
 KNOWN = (
     'the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of the ViT, DeiT, DINOv2, DINOv3, '
-    'BEiT, EVA, ConViT and Swin of timm, mmpretrain, Hugging Face transformers and torchvision'
+    'BEiT, EVA, ConViT and Swin of timm, mmpretrain, torchvision and Hugging Face transformers, from its 5.20 on'
 )
 
 
@@ -347,12 +347,16 @@ ADAPTERS: Dict[str, Adapter] = {
 
 
 def adapter_of(module: nn.Module) -> Optional[Adapter]:
-    """Returns the entry of a module's class, or of one whose forward pass it inherits; None without one."""
+    """Returns the entry of a module's class, or of one whose forward pass it inherits.
+
+    None without one, and for a module of another release of its library, which has other parts.
+    """
     cls: Any
     for cls in type(module).__mro__:
         adapter = ADAPTERS.get(f'{cls.__module__}.{cls.__qualname__}')
         if adapter is not None:
-            return adapter if type(module).forward is cls.forward else None
+            is_known = type(module).forward is cls.forward and part_of(module, adapter.num_heads) is not None
+            return adapter if is_known else None
     return None
 
 
