@@ -62,14 +62,12 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
         saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
         shapes = {**model.state_dict(), **saved}
 
-        class WithoutHeads(cls):  # type: ignore[misc, valid-type]
-            def __init__(self, config: Any) -> None:
-                super().__init__(config)
-                follow_state_dict(self, shapes, strict)
+        def init(self: Any, config: Any) -> None:
+            cls.__init__(self, config)
+            follow_state_dict(self, shapes, strict)
 
-        # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
-        WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
-        loaded = WithoutHeads
+        # By these names transformers chooses the loss, and knows the older names of weights that it writes to files.
+        loaded = type(name, (cls,), dict(__init__=init, __module__=cls.__module__))
     if any(info.values()):  # again, so that transformers reports what is missing
         model, info = loaded.from_pretrained(folder, **settings)
         model.__class__ = cls
