@@ -1,7 +1,7 @@
 """Models that Hugging Face transformers has saved, without the heads that they have lost."""
 
 from pathlib import Path
-from typing import Any, Dict, Union
+from typing import Any, Union
 
 import torch
 
@@ -59,8 +59,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
         )
     loaded = cls
     if info['mismatched_keys'] and knows_heads:
-        saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
-        shapes = {**model.state_dict(), **saved}
+        shapes = model.state_dict()
+        shapes.update({key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']})
 
         def init(self: Any, config: Any) -> None:
             cls.__init__(self, config)
