@@ -102,10 +102,8 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
     name = filename[len(PACKAGE_SCHEME) :]
     path = weights.weights_file(name)
     if path is None:
-        known = sorted(path.stem for path in weights.FOLDER.glob('*.safetensors'))
-        raise FileNotFoundError(
-            f'attncnn_plugin has no weights of {name}, but of {", ".join(known) or "no network yet"}'
-        )
+        known = ', '.join(sorted(path.stem for path in weights.FOLDER.glob('*.safetensors')))
+        raise FileNotFoundError(f'attncnn_plugin has no weights of {name}, but of {known}')
     loaded = load_file(path, device=str(map_location or 'cpu'))
     state_dict = {
         key if key.startswith('head.') else f'backbone.{key}': value
@@ -124,10 +122,9 @@ def _compare_checksums(path: str) -> bool:
             damaged = file.testzip()
     except Exception as error:  # damage to the structure makes zipfile raise anything
         raise zipfile.BadZipFile(str(error)) from error
-    if damaged is not None:
-        raise zipfile.BadZipFile(f'{damaged} has another checksum than the one that was saved with it')
-    if any(record.external_attr & 0x10 for record in records):  # the bit of a folder: PyTorch reads no byte of it
-        raise zipfile.BadZipFile('it has folders, which torch.save does not write')
+    if damaged is not None or any(record.external_attr & 0x10 for record in records):
+        # The bit is that of a folder, which torch.save does not write, and of which PyTorch reads no byte.
+        raise zipfile.BadZipFile(f'{damaged or "a folder"} is not what was saved')
     return True
 
 

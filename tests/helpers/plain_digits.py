@@ -1,5 +1,6 @@
 """scikit-learn's digits, twice as large, 16×16 pixels, and small networks for them."""
 
+import pytest
 import timm
 import torch
 from torch.utils.data import TensorDataset
@@ -7,9 +8,7 @@ from torch.utils.data import TensorDataset
 
 def digits():
     """Images ``(N, 1, 16, 16)`` and labels, mixed."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
+    data = pytest.importorskip('sklearn.datasets').load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(data.images, dtype=torch.float32)[order, None].kron(torch.ones(2, 2)) / 8 - 1
     return TensorDataset(images, torch.tensor(data.target)[order])

@@ -91,6 +91,8 @@ def new_vit(name, **settings):
     library, _, kind = name.rpartition('.')
     if library == 'transformers':
         transformers = pytest.importorskip('transformers.models') and sys.modules['transformers']
+        if not hasattr(transformers, f'{kind}Config'):
+            pytest.skip(f'transformers {transformers.__version__} has no {kind}')
         config = getattr(transformers, f'{kind}Config')(**settings)
         return getattr(transformers, f'{kind}Model' if kind == 'DINOv3ViT' else f'{kind}ForImageClassification')(config)
     if library == 'torchvision':

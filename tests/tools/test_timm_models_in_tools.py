@@ -250,6 +250,8 @@ def test_a_name_that_timm_does_not_know(path, options, tool):
     ],
 )
 def test_a_file_after_settings(path, options, settings, tool, capsys):
+    if settings == '--cfg-options':
+        pytest.importorskip('mmpretrain')
     with pytest.raises(SystemExit) as stop:
         tool(path, *options, settings, 'a=1', 'b=c=2', 'photo.jpg')
     message = f'argument {settings}: photo.jpg is no key=value: name configs, checkpoints and images before this option'

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.plain_digits import digits, network
 from helpers.small import numbers
+from helpers.versions import new_hugging_face
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -115,7 +116,8 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
     whole = trainer(tmp_path / 'whole')
     whole.train()
     rates = [log['learning_rate'] for log in whole.state.log_history[:-1]]
-    assert rates == pytest.approx([0.1] * SWITCH + [0.01] * 2)
+    logged = SWITCH if new_hugging_face() else rates.count(0.1)  # older ones log the rate of the next step
+    assert rates == pytest.approx([0.1] * logged + [0.01] * (SWITCH + 2 - logged)) and SWITCH - logged in (0, 1)
     resumed = trainer(tmp_path / 'resumed')
     resumed.train(resume_from_checkpoint=str(tmp_path / f'whole/checkpoint-{(SWITCH + 1) * STEPS}'))
     assert_same(resumed.model, whole.model.state_dict())

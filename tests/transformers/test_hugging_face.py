@@ -1,5 +1,6 @@
 """Models of Hugging Face transformers: saved without some heads and loaded again, and timm's models inside of them."""
 
+import logging
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import timm
 import torch
 from helpers.small import numbers
 from helpers.vits import OF_HUGGING_FACE, SIZE, not_small, output_of, small_vit
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip('transformers.models')  # this folder has the name of the library
 
@@ -44,7 +46,7 @@ def test_loaded_whole(tmp_path):
     assert all(torch.equal(own, loaded.state_dict()[key]) for key, own in model.state_dict().items())
     loaded.config.hidden_size = 48  # which no heads explain
     loaded.config.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match=r'size mismatch for vit\.'):
+    with pytest.raises(Exception, match=r'size mismatch for vit\.|with transformers 5\.20 or newer, not [45]\.'):
         load_hugging_face(tmp_path)
     convs_to_attention(model, '*')
     model.save_pretrained(tmp_path)
@@ -54,6 +56,28 @@ def test_loaded_whole(tmp_path):
         (tmp_path / 'config.json').write_text(f'{{"model_type": "vit", "architectures": ["{name}"]}}')
         with pytest.raises(ValueError, match=f'has the architecture {name}, which is no model of transformers'):
             load_hugging_face(tmp_path)
+
+
+def test_missing_weights_are_reported(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger('transformers'), 'propagate', True)
+    small_vit('transformers.ViT').save_pretrained(tmp_path)
+    load_hugging_face(tmp_path)
+    assert 'classifier' not in caplog.text
+    weights = load_file(tmp_path / 'model.safetensors')
+    del weights['classifier.weight']
+    save_file(weights, tmp_path / 'model.safetensors', dict(format='pt'))
+    load_hugging_face(tmp_path)
+    assert 'classifier.weight' in caplog.text
+
+
+def test_another_release():
+    """Heads of attention with other parts are not removed: the error says from which release on they are known."""
+    model = small_vit('transformers.ViT')
+    for module in model.modules():
+        vars(module).pop('num_attention_heads', None)
+    assert prunable_heads(model) == {}
+    with pytest.raises(ValueError, match=r'none at all: .* Hugging Face transformers, from its 5\.20 on'):
+        prune_heads(model, {0: [1]})
 
 
 def test_loaded_for_other_classes(tmp_path):
