@@ -189,6 +189,7 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 
     Examples:
         >>> import timm
+        >>> from attncnn_plugin.pruning import prune_heads
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1).eval()
         >>> images = torch.rand(1, 3, 32, 32)
         >>> with masked_heads(model, {'blocks.0.attn': [1]}):
