@@ -212,7 +212,7 @@ def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
             delattr(module, RECORD)
         return
     like = next(module.parameters(), None)
-    record = torch.tensor([built, left, way], device=None if like is None else like.device)
+    record = torch.tensor([built, left, way], device='cpu' if like is None else like.device)
     if RECORD in module._buffers:
         setattr(module, RECORD, record)
     else:
