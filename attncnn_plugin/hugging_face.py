@@ -7,7 +7,7 @@ import torch
 
 from .attention.state_dicts import EXTRA_STATE
 from .heads.sizes import RECORD
-from .structure import follow_state_dict
+from .structure import follow_state_dict, weights_in
 
 
 def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
@@ -59,7 +59,11 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
             f'{folder} has attention instead of a convolution, {min(converted).rpartition(".")[0]}: save and load '
             'the state dict of such a model, with attncnn_plugin.follow_state_dict(model, state_dict) in between'
         )
-    saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
+    saved: Dict[str, Any] = {}
+    for entry in info['mismatched_keys']:  # some releases say only the names
+        key = entry if isinstance(entry, str) else entry[0]
+        shape = weights_in(folder, model)[key].shape if isinstance(entry, str) else entry[1]
+        saved[key] = torch.empty(shape, device='meta')
     own = model.state_dict()
     missing = {key for key in own if key.endswith(RECORD)} & set(info['missing_keys'])
     shapes = {key: saved.get(key, value) for key, value in own.items() if key not in missing}

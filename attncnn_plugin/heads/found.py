@@ -236,7 +236,7 @@ def masking(
         if not heads.get(name):
             return output
         attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
-        masked.setdefault(name, []).append(attention.where(heads[name], torch.zeros(1), output))
+        masked.setdefault(name, []).append(attention.where(heads[name], output.new_zeros(1), output))
         return masked[name][-1]
 
     with watching(model, touch=touch, again=True):

@@ -47,16 +47,13 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
-    owners, read = [], False
+    owners = []
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
         owner = module.get_submodule(path)
         _set_sizes_of_map(owner, leaf, old, new)
         owners.append(owner)
         widths.update({was: own for was, own in zip(old, new) if was not in (own, before)})
-        read |= old[1:] != new[1:]
-    for was, own in () if read else list(widths.items()):  # of two or three maps
-        widths.update({was // maps: own // maps for maps in (3, 2) if was % maps == own % maps == 0})
     views = 0
     for own in module.modules():
         numbers = {key: value for key, value in vars(own).items() if type(value) is int}
@@ -215,7 +212,7 @@ def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
             delattr(module, RECORD)
         return
     like = next(module.parameters(), None)
-    record = torch.tensor([built, left, way], device=None if like is None else like.device)
+    record = torch.tensor([built, left, way], device='cpu' if like is None else like.device)
     if RECORD in module._buffers:
         setattr(module, RECORD, record)
     else:

@@ -219,7 +219,7 @@ def test_a_refused_state_dict_leaves_the_model_as_it_was():
 
     theirs, ours, follows = model(5), model(3), model(5)
     convs_to_attention(theirs, '*')
-    prune_heads(theirs, {'1': [0]})
+    prune_heads(theirs[1], {'': [0]}, torch.randn(1, 5, 8))
     modules, before = list(ours), copy.deepcopy(ours.state_dict())
     for strict in (True, False):
         with pytest.raises(StructureError, match=r'replace 2 \(3×3 kernel\): num_heads=25 must be 9, the'):

@@ -96,11 +96,9 @@ def test_patches(heads):
 
 HYBRIDS = {
     'position': dict(),
-    'tables': dict(num_heads=4),
     'additive': dict(content='additive', alpha=0.5),
     'gated': dict(content='gated', alpha=0.5),
     'neighbourhoods': dict(content='gated', alpha=0.5, window_size=5),
-    'tables and content': dict(content='additive', num_heads=4),
 }
 
 

@@ -90,11 +90,11 @@ HYBRID_CONVS = (
 )
 
 
-def hybrid_model(num_heads=None, sharpness=1.0, **settings):
+def hybrid_model(sharpness=1.0, **settings):
     """Convolutions of several kinds as attention: 12x20 pixels to 6x10, 7x6 and 5x4; heads as after training."""
     layers = []
     for inputs, outputs, options in zip((3, 6, 6, 8), (6, 6, 8, 4), HYBRID_CONVS):
-        layer, _ = conv_to_mhsa(torch.nn.Conv2d(inputs, outputs, **options), num_heads, **settings)
+        layer, _ = conv_to_mhsa(torch.nn.Conv2d(inputs, outputs, **options), **settings)
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 if name.startswith(('query', 'key')):

@@ -17,7 +17,7 @@ from attncnn_plugin.training import PruneHeads, TwoPhases
 from attncnn_plugin.transformers import init_as_convolution
 
 from .small import KINDS, small_model, trained_like
-from .vits import NO_START, SETTINGS, new_vit, output_of, small_vit
+from .vits import NO_START, SETTINGS, output_of, small_vit, vit_to_start
 
 LABELS = [0, 4, 2]
 CNN = 'resnet10t'
@@ -43,8 +43,8 @@ def model_and_images(name, new=False):
             CNN, num_classes=5, layers=(1, 1, 1, 1), channels=(8, 8, 8, 16), stem_width=8, zero_init_last=False
         )
     elif name in SETTINGS:
-        model = new_vit(name, **{**SETTINGS[name], 'qk_norm': False}) if new and 'distilled' in name else None
-        model = model or (new_vit(name, **SETTINGS[name]) if new else small_vit(name))
+        changes = dict(qk_norm=False) if 'distilled' in name else {}
+        model = vit_to_start(name, **changes) if new else small_vit(name)
     else:
         model = trained_like(small_model(name, num_classes=5))
     for module in model.modules():  # numbers that are drawn differ by device
@@ -142,7 +142,7 @@ def convert(model, images):
     """A convolution exactly, one by fewer heads, and both back."""
     model.eval()
     drift = convs_to_attention(model, 'layer4.*.conv2', images).drift
-    convs_to_attention(model, 'layer3.*.conv2', num_heads=5)
+    convs_to_attention(model, 'layer3.*.conv2')
     output = model(images)
     attention_to_convs(model, tolerance=1.0)
     return drift, output, model(images)

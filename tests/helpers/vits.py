@@ -81,6 +81,22 @@ def not_small(model):
     return model
 
 
+# Rotations of 8 channels cannot make a Gaussian of a head.
+FOR_START = {
+    **dict.fromkeys(
+        ('eva02_tiny_patch14_224', 'eva02_base_patch14_224', 'vit_small_patch16_dinov3'), dict(embed_dim=96)
+    ),
+    'transformers.DINOv3ViT': dict(hidden_size=96),
+}
+
+
+def vit_to_start(name, **changes):
+    """One of these as it begins, in evaluation mode, with heads that are wide enough for a start as a convolution."""
+    model = new_vit(name, **{**SETTINGS[name], **FOR_START.get(name, {}), **changes})
+    model.eval()
+    return model
+
+
 def small_vit(name, **changes):
     """One of these, or another of timm, with weights that are not small, in evaluation mode."""
     return not_small(new_vit(name, **{**SETTINGS.get(name, SMALL), **changes}))

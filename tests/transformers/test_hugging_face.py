@@ -70,16 +70,6 @@ def test_missing_weights_are_reported(tmp_path, monkeypatch, caplog):
     assert 'classifier.weight' in caplog.text
 
 
-def test_another_release():
-    """Heads of attention with other parts are not removed: the error says from which release on they are known."""
-    model = small_vit('transformers.ViT')
-    for module in model.modules():
-        vars(module).pop('num_attention_heads', None)
-    assert prunable_heads(model) == {}
-    with pytest.raises(ValueError, match=r'none at all: .* Hugging Face transformers, from its 5\.20 on'):
-        prune_heads(model, {0: [1]})
-
-
 def test_loaded_for_other_classes(tmp_path):
     """A new classifier, and everything else as it was."""
     model = small_vit('transformers.ViT')

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.vits import SETTINGS, SIZE, new_vit, output_of, small_vit
+from helpers.vits import SETTINGS, SIZE, output_of, small_vit, vit_to_start
 
 from attncnn_plugin import attention_maps, follow_state_dict, rollout
 from attncnn_plugin.pruning import head_ablation, head_importance, prunable_heads, prune_heads
@@ -62,7 +62,7 @@ COLUMNS = {
     'importance': lambda name: head_importance(small_vit(name), [IMAGES], loss),
     'ablation': lambda name: head_ablation(small_vit(name), [IMAGES], loss),
     'prune': prune,
-    'start': lambda name: init_as_convolution(new_vit(name, **SETTINGS[name])),
+    'start': lambda name: init_as_convolution(vit_to_start(name)),
 }
 
 

@@ -241,7 +241,7 @@ def test_attention_alone(build):
 
 
 class Hidden(nn.Module):
-    """Norms after its maps, units that no token reaches, biases that it keeps while it is evaluated, keys it returns."""  # noqa: E501
+    """Norms after its maps, units that no token reaches, biases that it keeps for evaluation, keys that it returns."""
 
     def __init__(self):
         super().__init__()
