@@ -152,20 +152,24 @@ class Watch(threading.local):
             return None
         if isinstance(module, AttentionLayer):
             self.running[-1] = module, None
-            name = self.functions.numbered(name)
-            if self.wanted(name):
-                own = OwnAttention(name, module, args[0])
-                if self.visit_own is not None:
-                    self.visit_own(name, module, args[0])
-                elif self.visit is not None:
-                    own.probs = module.probs_of(args[0])
-                    self.visit(name, own.probs, own.places)
-                if self.touch is not None and isinstance(module, PrunableHeads) and module.num_heads:
-                    self.own[module.output] = own
+            self.enter_own(module, self.functions.numbered(name), args[0])
         elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
             self.native = module
             self.functions.__exit__(None, None, None)
         return None
+
+    def enter_own(self, layer: AttentionLayer, name: str, x: Tensor) -> None:
+        """Visits a layer of this package, and notes which map gets the outputs of its heads."""
+        if not self.wanted(name):
+            return
+        own = OwnAttention(name, layer, x)
+        if self.visit_own is not None:
+            self.visit_own(name, layer, x)
+        elif self.visit is not None:
+            own.probs = layer.probs_of(x)
+            self.visit(name, own.probs, own.places)
+        if self.touch is not None and isinstance(layer, PrunableHeads) and layer.num_heads:
+            self.own[layer.output] = own
 
     def leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         """Notes that a module has run, or, without keyword arguments, has failed."""

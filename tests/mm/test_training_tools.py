@@ -127,7 +127,8 @@ def assert_as_one_process(two, whole):
         assert_equal(two, whole, rank, tolerance=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['CMHSA', *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', list(KINDS))
 def test_two_processes(kind, whole_of, folder):
     """Equal weights on both ranks, those of one process with the same batches; resumed before and after the change.
 

@@ -176,6 +176,7 @@ def on_meta(*args, **kwargs):
         return timm.create_model(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_what_pruning_saves():
     """The table of docs/pruning.md."""
     rows = dict(
