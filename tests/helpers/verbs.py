@@ -165,8 +165,7 @@ CASES = [
     (turn, 'cmhsa_conv'),
 ]
 # What the package refuses, and says why; of cait's the probabilities of random weights are no numbers.
-REFUSED = {(prune, 'convit_tiny'), (prune_in_training, 'convit_tiny'), (prune, 'SwinTransformerV2')}
-REFUSED |= {(report, 'cait_xxs24_224')}
+REFUSED = {(verb, 'cait_xxs24_224') for verb in (prune, prune_in_training, report)} | {(prune, 'SwinTransformerV2')}
 CASES = [case for case in CASES if case not in REFUSED]
 
 

@@ -390,6 +390,5 @@ def test_the_config_of_two_minutes(repository, tmp_path):
     """As the documentation has it, from the beginning to the end."""
     log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)
     scores = [float(score) for score in re.findall(r'accuracy/top1: ([\d.]+)', log)]
-    drift = float(re.search(r'Relative change of the features on the current batch: ([\d.e-]+)', log)[1])
     assert len(scores) == 30 and 'Transition at epoch 15:\n' in log
-    assert min(scores[14], scores[-1]) > 97 and 0 < drift < 0.05
+    assert min(scores[14], scores[-1]) > 97
