@@ -36,7 +36,7 @@ class DegenerateHead:
         reason (str): Value and threshold in words.
         duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
             the value matrix to that of this head makes up for its removal, see
-            :func:`~attncnn_plugin.pruning.prune.merge_duplicate`.
+            :func:`~attncnn_plugin.pruning.means.merge_duplicate`.
     """
 
     head: int
