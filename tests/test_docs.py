@@ -258,6 +258,8 @@ def test_numbers_of_the_findings():
 
 def test_claims_of_the_papers():
     """Every claim has a place where it is shown, and a verdict whose numbers are those of tables and weights."""
+    importlib.import_module('attncnn_plugin')  # registers the networks of the shipped weights
+
     page = (ROOT / 'docs/papers.md').read_text()
     section = page[page.index('## Claims') : page.index('## C20: experiments')]
     rows = [
