@@ -64,7 +64,7 @@ def loop(path: Path) -> List[Image.Image]:
     from helpers.browser import Browser
 
     hide = ':root {overflow: hidden} .help, .numbers, .centers, header, .choices, .row, .legend, h2 {display: none}'
-    hide += " #says {font-size: 15px}"
+    hide += ' #says {font-size: 15px}'
     with tempfile.TemporaryDirectory() as folder, Browser(folder) as browser:
         browser.command('Emulation.setDeviceMetricsOverride', dict(**SIZE, deviceScaleFactor=1, mobile=False))
         browser.open(path, '#theme=light&locked=1')

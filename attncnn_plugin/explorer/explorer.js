@@ -164,18 +164,23 @@ function tokenAt([down, right]) {
   return where.length ? `the token ${where.join(' and ')}` : 'the query itself';
 }
 
+/** The two standard deviations of a Gaussian whose inverse covariance is MMᵀ, the larger one first. */
+function widthsOf([[a, b], [c, d]]) {
+  const sum = a * a + b * b + c * c + d * d, root = Math.sqrt(Math.max(sum ** 2 - 4 * (a * d - b * c) ** 2, 0));
+  return [Math.max(sum - root, 0), sum + root].map((square) => Math.sqrt(2 / square));
+}
+
 /** A sentence on what a head does. */
 function sentence(l, head) {
-  const layer = page.layers[l], {label, centers, precisions, keys, grid, others} = layer, found = summaryOf(l, head);
+  const layer = page.layers[l], {label, centers, factors, keys, grid, others} = layer, found = summaryOf(l, head);
   if (!found) return '';
   const byPosition = Object.keys(layer.parts)[0] === 'position' && partOf(layer) === layer.parts.position;
   const {share, low, high, spread, beside} = found, range = `${percent(low)} to ${percent(high)}`;
   let text = `Head ${head} of ${label}`, most = tokenAt(found.shift);
   if (centers) {
-    const sizes = precisions[head].map((precision) => Number((1 / precision).toPrecision(2))), where = tokenAt(centers[head]);
-    const wide = Math.min(...sizes) > 2 * Math.max(...grid) ? 'wider than the image' :
-      `${[...new Set(sizes.reverse())].join(' by ')} tokens wide`;
-    text += ` is a Gaussian, ${wide}, around ${where}. It`;
+    const where = tokenAt(centers[head]), rounded = (width) => width > 2 * Math.max(...grid) ? '∞' : Number(width.toPrecision(2));
+    const widths = [...new Set(widthsOf(factors[head]).map(rounded))].join(' by ');
+    text += ` is a Gaussian, ${widths === '∞' ? 'wider than the image' : `${widths} tokens wide`}, around ${where}. It`;
     if (where === most) most = 'that token';
   }
   text += share >= 0.5 ? ` gives ${most} ${percent(share)} of its attention on average` :
@@ -492,12 +497,12 @@ function renderNumbers({largest, most, near, center, beside, rest}) {
 
 /** The centres of all heads of the chosen layer, as shifts from the query: rows down, columns right. */
 function renderCenters(heads) {
-  const colors = color('--heads').split(' '), svg = byId('centers'), {centers: encoded, grid, label} = page.layers[state.layer];
+  const svg = byId('centers'), {centers: encoded, grid, label} = page.layers[state.layer];
   const centers = heads.map((shown, h) => encoded ? encoded[h] : shown?.center);
   const known = centers.filter(Boolean).flat().map(Math.abs);
   const reach = Math.min(Math.max(3, Math.ceil(Math.max(0, ...known) + 0.6)), Math.max(...grid));
   const inside = (x) => Math.min(Math.max(x, -reach), reach), edge = (reach + 0.5) * 1.12;
-  const unit = edge / 10, grain = reach > 8 ? 4 : reach > 4 ? 2 : 1;
+  const colors = color('--heads').split(' '), unit = edge / 10, grain = reach > 8 ? 4 : reach > 4 ? 2 : 1;
   const add = (parent, tag, attributes, text = '') => {
     const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -521,10 +526,9 @@ function renderCenters(heads) {
     if (!centers[h]) continue;
     const [row, column] = centers[h], transform = `translate(${inside(column)} ${inside(row)})`;
     const group = add(svg, 'g', {class: h === state.head ? 'head chosen' : 'head', transform});
-    const fill = colors[h % colors.length], [red, green, blue] = [1, 3, 5].map((i) => parseInt(fill.slice(i, i + 2), 16));
-    const ink = 0.3 * red + 0.59 * green + 0.11 * blue < 140 ? 'white' : 'black';
+    const fill = colors[h % colors.length], bright = parseInt(fill.slice(3, 5), 16) > 140;  // green weighs most
     add(group, 'circle', {fill, r: (h === state.head ? 0.85 : 0.7) * unit, 'stroke-width': 0.2 * unit});
-    add(group, 'text', {fill: ink}, h).style.fontSize = `${0.85 * unit}px`;
+    add(group, 'text', {fill: bright ? 'black' : 'white'}, h).style.fontSize = `${0.85 * unit}px`;
     add(group, 'title', {}, `Head ${h}: ${shift(centers[h])}`);
     group.addEventListener('click', () => change({head: h}));
   }

@@ -3,8 +3,8 @@
 A layer has
 
 - ``label``, ``name``, and ``heads``, their number N_h;
-- ``centers`` and ``precisions``: Δ of its heads in tokens, and 1 over the two widths of each in 1/tokens, ``(N_h, 2)``,
-  only where they are Gaussian and do not depend on an image;
+- ``centers`` and ``factors``: Δ of its heads, ``(N_h, 2)``, and M with Σ⁻¹ = MMᵀ, ``(N_h, 2, 2)``, only where they are
+  Gaussian and do not depend on an image;
 - ``grid``: height H and width W of its keys, in patches, tokens or pixels;
 - ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding;
 - ``others``: the names of the T tokens beside the grid: ``cls``, the one that the model reads, ``extra 2``, …. They are
@@ -72,12 +72,13 @@ def layers_of(model: nn.Module, images: Sequence[Any], call: Call = None) -> Tup
         size = layer.grid_of(x)
         places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
         _check_pairs(name, size, math.prod(size))
-        parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in _own_probs(layer, x).items()}
+        of_parts = _own_probs(layer, x) if layer.num_heads else {}
+        parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
         if not all(probs.isfinite().all() for probs, _ in parts.values()):
             raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
         heads = None if layer.depends_on_content else layer.gaussian_heads()
-        gaussians = {} if heads is None else dict(centers=heads.center, precisions=torch.linalg.svdvals(heads.factor))
-        add(name, size, places, parts, **{key: own.tolist() for key, own in gaussians.items()})
+        gaussians = {} if heads is None else dict(centers=heads.center.tolist(), factors=heads.factor.tolist())
+        add(name, size, places, parts, **gaussians)
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
         probs = probs.float().cpu()
@@ -135,8 +136,6 @@ def packed(array: np.ndarray) -> Dict[str, Any]:
 def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
     """Returns the probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
     size = layer.grid_of(x)
-    if layer.num_heads == 0:
-        return {}
     if not layer.depends_on_content:
         return {'position': layer.attention_probs(size).float().cpu()}
     parts = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)

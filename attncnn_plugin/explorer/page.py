@@ -15,8 +15,6 @@ from ..analysis.layer_maps import in_batches
 from ..heads.found import Call
 from .layer_data import layers_of, packed
 
-FOLDER = Path(__file__).parent
-
 
 def explorer_page(
     model: nn.Module,
@@ -65,30 +63,26 @@ def explorer_page(
     data['layers'], data['leftOut'] = layers_of(model, in_batches(images, 1), call)
     data['grid'] = [max(sizes) for sizes in zip(*(layer['grid'] for layer in data['layers']))]
     text = json.dumps(data, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
-    page = text.join(_shell(title, about, back).rsplit('{{data}}', 1))
+    page = _filled(dict(title=html.escape(title), about=html.escape(about), back=html.escape(back), data=text))
     if (size := len(page.encode())) > max_bytes:
-        raise ValueError(
-            f'the page takes {size:,} bytes, more than max_bytes={max_bytes:,}, with {len(data["layers"])} layers and '
-            f'{number} images: give fewer images, smaller ones, or a larger max_bytes (--max-size)'
-        )
+        raise ValueError(f'the page takes {size:,} bytes, more than {max_bytes=:,} (--max-size): give fewer images')
     return page
 
 
 def _rgb(picture: np.ndarray) -> np.ndarray:
     picture = np.asarray(picture)
     if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or picture.ndim == 3 and picture.shape[2] != 3:
-        raise ValueError(
-            f'a picture is of {picture.dtype} and shape {picture.shape}, but uint8 and (h, w) or (h, w, 3) are expected'
-        )
+        given = f'{picture.dtype} and shape {picture.shape}'
+        raise ValueError(f'a picture is of {given}, but uint8 and (h, w) or (h, w, 3) are expected')
     return np.broadcast_to(picture[..., None], (*picture.shape, 3)) if picture.ndim == 2 else picture
 
 
-def _shell(title: str, about: str, back: str) -> str:
-    """Returns the page without its data. Its policy allows the script and the style that it holds, and no request."""
-    page, style, script = ((FOLDER / f'explorer.{kind}').read_text(encoding='utf-8') for kind in ('html', 'css', 'js'))
+def _filled(texts: Dict[str, str]) -> str:
+    """Returns the page with texts inside. Its policy allows the script and the style that it holds, and no request."""
+    path = Path(__file__).with_name('explorer.html')
+    page, style, script = (path.with_suffix(own).read_text('utf-8') for own in ('.html', '.css', '.js'))
     of_style, of_script = (base64.b64encode(hashlib.sha256(own.encode()).digest()).decode() for own in (style, script))
     policy = f"default-src 'none'; script-src 'sha256-{of_script}'; style-src 'sha256-{of_style}'; "
-    texts = dict(title=html.escape(title), about=html.escape(about), data='{{data}}', style=style, script=script)
-    texts['back'] = f'<a href="{html.escape(back)}">← Back</a>' if back else ''
-    texts['policy'] = f"{policy}base-uri 'none'; form-action 'none'"
+    texts.update(style=style, script=script, policy=f"{policy}base-uri 'none'; form-action 'none'")
+    texts['back'] = texts['back'] and f'<a href="{texts["back"]}">← Back</a>'
     return re.sub(r'{{(\w+)}}', lambda match: texts[match[1]], page)  # at once: a title is not looked at again
