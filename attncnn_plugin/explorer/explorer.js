@@ -107,15 +107,16 @@ function summaryOf(l, head) {
   const id = [l, head, state.part].join();
   if (summaries[id] || !images) return summaries[id];
   const count = images[0].bytes.shape[2], number = rows.length * columns.length, none = tall * wide;
-  const up = Math.max(...rows), left = Math.max(...columns), across = left + wide - Math.min(...columns);
-  const shifts = (up + tall - Math.min(...rows)) * across;
+  const [down, right] = [rows, columns].map((places) => places.map((place) => Math.round(place)));
+  const up = Math.max(...down), left = Math.max(...right), across = left + wide - Math.min(...right);
+  const shifts = (up + tall - Math.min(...down)) * across;
   const sums = new Float64Array(shifts), times = new Float64Array(shifts);
   const low = new Float64Array(shifts).fill(1), high = new Float64Array(shifts);
   let entropy = 0, beside = 0;
   for (const {bytes: {values}, largest, beside: {shape, values: given}} of images) {
     for (let q = 0; q < number; q++) {
       const row = head * (others.length + number) + others.length + q, most = largest.values[row];
-      const from = (up - rows[Math.floor(q / columns.length)]) * across + left - columns[q % columns.length];
+      const from = (up - down[Math.floor(q / columns.length)]) * across + left - right[q % columns.length];
       let sum = 0, logs = 0;
       for (let k = 0; k < count; k++) {
         const key = keys ? keys.values[(others.length + q) * count + k] : k;
@@ -191,8 +192,9 @@ function sentence(l, head) {
   return beside < 0.1 || !others.length ? text : `${text} ${percent(beside)} goes to ${listed(others)}.`;
 }
 
+const digits = (x) => Number(x.toFixed(1));  // a query of pooled keys lies between their rows
 const place = ({row, column}) => `(${row}, ${column})`;
-const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${row}, column ${column}`;
+const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${digits(row)}, column ${digits(column)}`;
 const listed = (names) => names.length < 3 ? names.join(' and ') : `${names[0]} … ${names[names.length - 1]}`;
 const nameOf = (layer, head) => `${page.layers[layer].label.replace(/^block /, 'Block ')}, head ${head}`;
 
@@ -436,7 +438,7 @@ function renderQuery(center) {
   drawPicture(context, pictures[state.image]);
   drawQuery(context, layer, query);
   if (center) drawCenter(context, query, center, layer.grid);
-  byId('query-place').textContent = query.name ? `Token ${query.name}` : `Row ${query.row}, column ${query.column}`;
+  byId('query-place').textContent = query.name ? `Token ${query.name}` : spoken(query).replace('row', 'Row');
   byId('lock').setAttribute('aria-pressed', String(state.locked));
   byId('lock').textContent = state.locked ? 'Locked' : 'Lock';
   byId('image-name').textContent = picture;
@@ -469,7 +471,8 @@ function renderMap(shown, ramp) {
   byId('map-title').textContent = title;
   byId('grid').textContent =
     `${grid.join('×')} tokens, ${rows.length}×${columns.length} queries` +
-    (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.');
+    (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.') +
+    (layer.least < 0 ? ` Heads are mixed after the softmax: weights below 0, down to ${layer.least.toPrecision(2)}, count as 0.` : '');
   const own = state.scale === 'own';
   byId('ramp').classList.toggle('own', own);
   byId('ramp-start').textContent = own ? '0' : '1/10×';
@@ -745,14 +748,13 @@ async function start() {
     part: parts[parts.length - 1], query: Math.floor(height / 2) * width + Math.floor(width / 2)});
   Object.assign(state, mostLocal());
   byId('left-out').textContent = page.leftOut.length ?
-    `Not shown: ${page.leftOut.join(', ')}, whose queries and keys are not the same patches of a grid, or which has ` +
-    'negative weights.' : '';
+    `Not shown: ${page.leftOut.join(', ')}, whose queries or keys are not the patches of a grid.` : '';
   for (const id of ['query', 'map']) {
     byId(id).style.aspectRatio = width / height;
     byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high
   }
-  byId('grid').hidden = page.layers.every(({grid, rows, columns, keys}) =>
-    !keys && String([...grid, rows.length, columns.length]) === String([...page.grid, ...page.grid]));
+  byId('grid').hidden = page.layers.every(({grid, rows, columns, keys, least}) =>
+    !keys && !(least < 0) && String([...grid, rows.length, columns.length]) === String([...page.grid, ...page.grid]));
   buildTable();
   buildTokens();
   listen();

@@ -21,7 +21,7 @@ NAMES = [page.parent.name for page in PAGES]
 
 
 def test_there_are_pages():
-    assert NAMES == sorted(SCRIPT['PAGES'])
+    assert sorted(SCRIPT['PAGES']) == NAMES
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
