@@ -179,14 +179,17 @@ function sentence(l, head) {
   const {share, low, high, spread, beside} = found, range = `${percent(low)} to ${percent(high)}`;
   let text = `Head ${head} of ${label}`, most = tokenAt(found.shift);
   if (centers) {
-    const where = tokenAt(centers[head]), rounded = (width) => width > 2 * Math.max(...grid) ? '∞' : Number(width.toPrecision(2));
+    const where = tokenAt(centers[head]), widest = 2 * Math.max(...grid);
+    const rounded = (width) => width > widest ? '∞' : Number(width.toPrecision(2));
     const widths = [...new Set(widthsOf(factors[head]).map(rounded))].join(' by ');
     text += ` is a Gaussian, ${widths === '∞' ? 'wider than the image' : `${widths} tokens wide`}, around ${where}. It`;
     if (where === most) most = 'that token';
   }
+  const number = keys ? keys.shape[1] : grid[0] * grid[1];
+  const over = `spreads over about ${Number(spread.toPrecision(2))} of ${number} tokens`;
+  if (spread > 0.9 * number) return `${text} is nearly uniform: it ${over}.`;
   text += share >= 0.5 ? ` gives ${most} ${percent(share)} of its attention on average` :
-    ` spreads over about ${Number(spread.toPrecision(2))} of ${keys ? keys.shape[1] : grid[0] * grid[1]} tokens; ` +
-    `on average ${most} gets most, ${percent(share)}`;
+    ` ${over}; on average ${most} gets most, ${percent(share)}`;
   text += byPosition ? `, whatever the image (${range}, by query).` : low >= 0.5 ?
     `, in all images here (${range}, by image and query).` : `. It depends on the image and the query: ${range}.`;
   return beside < 0.1 || !others.length ? text : `${text} ${percent(beside)} goes to ${listed(others)}.`;
@@ -196,7 +199,8 @@ const digits = (x) => Number(x.toFixed(1));  // a query of pooled keys lies betw
 const place = ({row, column}) => `(${row}, ${column})`;
 const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${digits(row)}, column ${digits(column)}`;
 const listed = (names) => names.length < 3 ? names.join(' and ') : `${names[0]} … ${names[names.length - 1]}`;
-const nameOf = (layer, head) => `${page.layers[layer].label.replace(/^block /, 'Block ')}, head ${head}`;
+const titleOf = ({label}) => label.replace(/^[bs](?=\w+ \d)/, (first) => first.toUpperCase());
+const nameOf = (layer, head) => `${titleOf(page.layers[layer])}, head ${head}`;
 
 /** A number with as many digits as its error leaves, four at most. */
 function number(value, error = 0) {
@@ -456,7 +460,7 @@ function renderTokens(shown, ramp) {
     item.hidden = i >= others.length;
     item.classList.toggle('query', i === shown?.query.number);
     swatch.style.backgroundColor = shown ? `rgb(${colourOf(p, shown, ramp).subarray(0, 3).join(' ')})` : '';
-    text.textContent = number(p);
+    text.textContent = number(p, p / 100);  // 3 digits
   });
 }
 
@@ -472,7 +476,7 @@ function renderMap(shown, ramp) {
   byId('grid').textContent =
     `${grid.join('×')} tokens, ${rows.length}×${columns.length} queries` +
     (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.') +
-    (layer.least < 0 ? ` Heads are mixed after the softmax: weights below 0, down to ${layer.least.toPrecision(2)}, count as 0.` : '');
+    (layer.least < 0 ? ` Weights below 0, down to ${layer.least.toPrecision(2)}, count as 0: heads are mixed.` : '');
   const own = state.scale === 'own';
   byId('ramp').classList.toggle('own', own);
   byId('ramp-start').textContent = own ? '0' : '1/10×';
@@ -490,7 +494,7 @@ function renderNumbers({largest, most, near, center, beside, rest}) {
     'largest-place': place(largest), 'largest': number(most), 'center': shift(center), 'encoded-center': shift(encoded),
     'near': near === null ? '–' : number(near, 3 * most / 255),  // √9 times that of one: they are not alike
     'total': beside.length ? number(Math.max(1 - rest, 0)) : '',
-    'total-rest': others.length ? `The rest, ${number(rest)}, lies on ${listed(others)}: tokens beside the image.` :
+    'total-rest': others.length ? `The rest, ${number(rest)}, lies on ${listed(others)}, beside the image.` :
       'The rest lies outside.',
   };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;

@@ -63,7 +63,7 @@ def layers_of(model: nn.Module, images: Any, call: Call) -> Tuple[List[Dict[str,
             own['least'] = min(own.get('least', 0), probs.min().item())
             largest = (probs := probs.clamp(min=0)).amax(-1, keepdim=True)
             roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
-            tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside)
+            tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside.clamp(min=0))
             own['parts'].setdefault(part, []).append({key: packed(own.numpy()) for key, own in tensors.items()})
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
