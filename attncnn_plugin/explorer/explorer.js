@@ -195,9 +195,9 @@ function sentence(l, head) {
   return beside < 0.1 || !others.length ? text : `${text} ${percent(beside)} goes to ${listed(others)}.`;
 }
 
-const digits = (x) => Number(x.toFixed(1));  // a query of pooled keys lies between their rows
+const whole = (at, number) => Number.isInteger(at) ? at : number;  // a query of pooled keys is between their rows
 const place = ({row, column}) => `(${row}, ${column})`;
-const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${digits(row)}, column ${digits(column)}`;
+const spoken = ({row, column, i, j, name}) => name ? `token ${name}` : `row ${whole(row, i)}, column ${whole(column, j)}`;
 const listed = (names) => names.length < 3 ? names.join(' and ') : `${names[0]} … ${names[names.length - 1]}`;
 const titleOf = ({label}) => label.replace(/^[bs](?=\w+ \d)/, (first) => first.toUpperCase());
 const nameOf = (layer, head) => `${titleOf(page.layers[layer])}, head ${head}`;
