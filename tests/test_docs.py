@@ -247,7 +247,8 @@ def test_answers_of_the_tables():
         f'the time, and {range_of(robust, 1)} points above it',
         'pruning': f'half of them for {average("pruning", "all 24 heads", "12 heads, by importance")} of accuracy',
         'starts': f'{gaussian} points more, but the sine-cosine embedding that comes with them gains {embedding} '
-        f'alone, and mimetic heads gain {mimetic}. With 192 channels, in three heads of 64, Gaussian heads gain {wide} points',
+        f'alone, and mimetic heads gain {mimetic}. With 192 channels, in three heads of 64, Gaussian heads gain {wide} '
+        'points',
     }
     assert answers.keys() == {path.stem for path in ROOT.glob('docs/tables/*.json')}
     for name, answer in answers.items():
@@ -411,11 +412,13 @@ def test_tests_that_are_named_exist():
     assert [name for name in named if f'def {name}(' not in sources] == []
 
 
-def test_names_on_the_page_of_the_papers_exist():
+def test_names_on_the_pages_of_papers_and_models_exist():
     """Files, configs, models of timm, options, classes and functions, and the arguments of calls."""
-    text = re.sub(r'^```.*?^```$', '', (ROOT / 'docs/papers.md').read_text(), flags=re.MULTILINE | re.DOTALL)
+    pages = [(ROOT / f'docs/{page}.md').read_text() for page in ('papers', 'models')]
+    text = re.sub(r'^```.*?^```$', '', ''.join(pages), flags=re.MULTILINE | re.DOTALL)
     spans = re.findall(r'`([^`]+)`', text)
     files = [path for folder in ('attncnn_plugin', 'configs', 'tools') for path in ROOT.glob(f'{folder}/**/*.py')]
+    files += ROOT.glob('configs/**/*.yml')
     known = set(re.findall(r'\w+', ' '.join(path.read_text() + path.stem for path in files))) | {'nn', 'resume', 'amp'}
     assert len(spans) > 50
     for span in spans:
