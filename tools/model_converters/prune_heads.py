@@ -33,7 +33,7 @@ warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', 
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
-from attncnn_plugin.pruning.criteria import depends_on_content
+from attncnn_plugin.pruning.degenerate import depends_on_content
 from attncnn_plugin.pruning.importance import Loss, check_amount
 from attncnn_plugin.training import PruneHeads
 from attncnn_plugin.training.head_pruning import IMPORTANCE, loss_of_batch
