@@ -93,8 +93,7 @@ def parse_args(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Reads the command line; ends the process with status 2 where it cannot be followed."""
     parser = argparse.ArgumentParser(
         prog='attncnn',
-        description='Attention heads as convolutions: see, rank and prune the heads of a vision model, turn '
-        'convolutions into heads.',
+        description='See, rank and prune the heads of a vision model, turn its convolutions into heads.',
         epilog='attncnn VERB --help lists the options of a verb.',
     )
     verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
@@ -102,7 +101,9 @@ def parse_args(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     for verb, text in VERBS.items():
         look = argparse.RawDescriptionHelpFormatter
         epilog = f'for instance: attncnn {verb} {EXAMPLES[verb]}'
-        parsers[verb] = verbs.add_parser(verb, help=text, description=text, epilog=epilog, formatter_class=look)
+        usage = f'attncnn {verb} (--timm NAME | --hf FOLDER | --mm CONFIG CHECKPOINT) [options]'
+        own = dict(help=text, description=text, usage=usage, epilog=epilog, formatter_class=look)
+        parsers[verb] = verbs.add_parser(verb, **own)
         _add_model(parsers[verb], required=verb != 'plot')
         _add_own(parsers[verb], verb)
     args = parser.parse_args(words)
@@ -119,10 +120,10 @@ def _add_model(parser: argparse.ArgumentParser, required: bool) -> None:
     weights.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
     weights.add_argument('--checkpoint', metavar='FILE', help='with --timm: its weights')
     for option, what in (
-        ('--model-kwargs', '--timm: arguments of the model'),
-        ('--cfg-options', '--mm: of the config'),
+        ('--model-kwargs', 'arguments of the model of --timm'),
+        ('--cfg-options', 'of the config of --mm'),
     ):
-        parser.add_argument(option, nargs='+', type=setting, metavar='K=V', help=f'with {what}')
+        parser.add_argument(option, nargs='+', type=setting, metavar='K=V', help=what)
 
 
 def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -184,44 +185,44 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses options that do not go together."""
-    if args.timm is None and (args.checkpoint or args.pretrained or args.model_kwargs):
-        parser.error('--checkpoint, --pretrained and --model-kwargs are for --timm')
-    if args.mm is None and args.cfg_options:
-        parser.error('--cfg-options is for --mm')
+    """Refuses options that do not go together, and files that cannot be written."""
+    model, of_timm = args.timm or args.hf or args.mm, args.checkpoint or args.pretrained or args.model_kwargs
+    problems = {
+        '--checkpoint, --pretrained and --model-kwargs are for --timm': of_timm and not args.timm,
+        '--cfg-options is for --mm': args.cfg_options and not args.mm,
+    }
+    suffixes = {'maps': ('.npz',), 'rank': PICTURES, 'plot': PICTURES}.get(args.verb)
     if args.verb == 'plot':
         args.out = args.out or f'{args.figure}.png'
-        need = {'distance': 'reports', **dict.fromkeys(OF_RUNS, 'runs')}.get(args.figure)
-        if need and not getattr(args, need):
-            parser.error(f'--figure {args.figure} is of --{need}: give some')
-        if args.figure == 'movement' and len(args.runs) > 1:
-            parser.error(f'--runs {" ".join(args.runs)}: --figure movement is of one training')
-        if not need and not (args.timm or args.hf or args.mm):
-            parser.error(
-                f'--figure {args.figure} is of a model: give --timm NAME, --hf FOLDER or --mm CONFIG CHECKPOINT'
+        of_runs, figure = args.figure in OF_RUNS, f'--figure {args.figure} is of'
+        problems[f'{figure} a model: give --timm NAME, --hf FOLDER or --mm CONFIG CHECKPOINT'] = (
+            not of_runs and not model
+        )
+        problems[f'{figure} trainings or reports: give --runs PATH and no model'] = of_runs and (not args.runs or model)
+        problems[f'{figure} one training: give one --runs'] = args.figure == 'movement' and len(args.runs or '1') > 1
+        no_query = args.figure in ('attention', 'heads') and (args.query or args.size)
+        problems['--query and --size are for --figure centers, probabilities and content'] = no_query
+    elif args.verb == 'explore':
+        problems[f'--max-size {args.max_size} must be above 0'] = args.max_size <= 0
+    elif args.verb == 'prune':
+        amount = any(own is not None for own in (args.share, args.keep, args.multiply_adds, args.threshold))
+        ways = sum([args.heads is not None, args.criterion == 'degenerate', amount])
+        wrong = ways != 1 or args.heads and (args.criterion or args.layers != '*')
+        problems["which heads go? one of --heads '{0: [1]}', --criterion degenerate and --share 30% says it"] = wrong
+    if args.out is not None:
+        out = f'{"--json" if args.verb == "report" else "--out"} {args.out}'
+        problems[f'{out} must end in {" or ".join(suffixes or [])}'] = (
+            suffixes and Path(args.out).suffix not in suffixes
+        )
+        problems[f'{out} is a folder: name a new file'] = Path(args.out).is_dir()
+        if args.verb in ('prune', 'convert', 'start'):
+            problems[f'{out} exists already: name a new one'] = Path(args.out).exists()
+            problems[f'{out} must end in .pth: mmengine does not read safetensors'] = (
+                args.mm and args.out[-4:] != '.pth'
             )
-        if args.figure in ('attention', 'heads') and (args.query or args.size):
-            parser.error('--query and --size are for --figure centers, probabilities and content')
-    if args.verb in ('plot', 'rank') and Path(args.out).suffix not in PICTURES:
-        parser.error(f'--out {args.out} must end in {" or ".join(PICTURES)}')
-    if args.verb == 'maps' and Path(args.out).suffix != '.npz':
-        parser.error(f'--out {args.out} must end in .npz')
-    if args.verb == 'explore' and args.max_size <= 0:
-        parser.error(f'--max-size {args.max_size} must be above 0')
-    if args.verb == 'prune':
-        amounts = [args.share, args.keep, args.multiply_adds, args.threshold]
-        given = sum([args.heads is not None, args.criterion == 'degenerate', any(own is not None for own in amounts)])
-        if given != 1 or args.heads and args.criterion:
-            parser.error(
-                "one of --heads '{0: [1]}', --criterion degenerate, and an amount such as --share 30%, says which heads go"
-            )
-    if args.out and Path(args.out).is_dir():
-        parser.error(f'{"--json" if args.verb == "report" else "--out"} {args.out} is a folder: name a new file')
-    if args.verb in ('prune', 'convert', 'start'):
-        if Path(args.out).exists():
-            parser.error(f'--out {args.out} exists already: name a new one')
-        if args.mm and Path(args.out).suffix == '.safetensors':
-            parser.error(f'--out {args.out} must end in .pth: mmengine does not read safetensors')
+    for message, wrong in problems.items():
+        if wrong:
+            parser.error(message)
 
 
 def main(words: Optional[Sequence[str]] = None) -> None:

@@ -3,18 +3,22 @@
 import math
 from argparse import Namespace
 from fnmatch import fnmatchcase
-from typing import Any, Dict, List, Mapping
+from typing import Dict, List, Mapping
 
 import torch
-from torch import nn
 
 from ..heads.found import Heads, layer_names
-from ..pruning import head_ablation, head_costs, head_importance, least_important, prunable_heads, prune_heads
-from ..pruning.criteria import BY_POSITION, ON_IMAGES, depends_on_content
-from ..training import PruneHeads
-from .model import BATCH_SIZE, LoadedModel, load, progress
-
-OF_MAPS = 'entropy', 'duplicate'  # criteria for attention by position that is not Gaussian
+from ..pruning import (
+    find_degenerate_heads,
+    head_ablation,
+    head_costs,
+    head_importance,
+    least_important,
+    prunable_heads,
+    prune_heads,
+)
+from ..pruning.degenerate import depends_on_content
+from .model import LoadedModel, load, progress
 
 
 def run(args: Namespace) -> List[str]:
@@ -23,26 +27,32 @@ def run(args: Namespace) -> List[str]:
     loaded = load(args)
     model, image = loaded.model, loaded.example()
     every = prunable_heads(model, image)
+    number = sum(layer.num_heads for layer in every.values())
     layers = {name: layer for name, layer in every.items() if fnmatchcase(name, args.layers)}
     if not layers:
         raise ValueError(f'--layers {args.layers} of {loaded.name} has no heads that can go: there are {list(every)}')
     if args.heads:
         heads = layer_names(every, args.heads)
+    elif args.criterion == 'degenerate':
+        content = any(map(depends_on_content, every.values()))
+        found = find_degenerate_heads(model, inputs=loaded.inputs(args.images, args.num_images) if content else image)
+        print(found)
+        heads = {name: own for name, own in found.items() if name in layers}
     else:
-        heads = (by_criteria if args.criterion == 'degenerate' else by_score)(loaded, layers, args)
+        heads = by_score(loaded, layers, args)
     cost = lambda: None if image is None else head_costs(model, lambda: model(image))[0]  # noqa: E731
     before = cost()
     change = prune_heads(model, heads, image)
     after = cost()
     loaded.save(args.out)
-    for layer in change.layers:
+    for layer in change.layers if args.criterion != 'degenerate' else ():
         print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
     size = f'{short(change.parameters_before)} → {short(change.parameters_after)} parameters'
     if before and after:
         size += f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})'
     how = 'load_hugging_face' if args.hf else 'follow_state_dict'
     return [
-        f'{sum(map(len, heads.values()))} of {sum(own.num_heads for own in every.values())} heads removed: {size}',
+        f'{sum(map(len, heads.values()))} of {number} heads removed: {size}',
         f'Saved {args.out}',
         f'Next: fine-tune it; attncnn_plugin.{how} loads it, and so do these commands',
     ]
@@ -64,30 +74,13 @@ def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) 
             else:
                 scores = head_importance(model, batches, counted, layers=names)
         print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
-    keep = args.keep if args.share is None else number - round(args.share * number)
+    keep = args.keep if args.share is None else 1 - args.share
     costs = None
     if args.multiply_adds is not None:
         if image is None:
             raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')
         costs = head_costs(model, lambda: model(image))
     return least_important(scores, args.threshold, keep, args.multiply_adds, costs)
-
-
-def by_criteria(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Dict[str, List[int]]:
-    """Returns the degenerate heads, by all criteria that are for every layer; all but one of a layer at most."""
-    if any(map(depends_on_content, layers.values())):
-        batches: Any = loaded.inputs(args.images, args.num_images).split(BATCH_SIZE)
-        criteria = list(ON_IMAGES)
-    else:
-        batches = [loaded.example()]
-        criteria = list(BY_POSITION if all(own.gaussian_heads() for own in layers.values()) else OF_MAPS)
-    pruner = PruneHeads(batches=batches, loss=nn.Module.__call__, criteria=criteria, layers=args.layers)
-    judged = pruner.judge(loaded.model)
-    for name, report in judged.reports.items():
-        print(f'{name}: {report}')
-        for kept in sorted(set(report.heads) - set(judged.heads.get(name, []))):
-            print(f'{name}: all heads are to go, {kept} is kept as the least uniform one')
-    return judged.heads
 
 
 def short(number: float) -> str:

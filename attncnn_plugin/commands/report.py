@@ -8,10 +8,8 @@ from typing import List
 from ..analysis import head_report
 from .model import load
 
-LEGEND = """
-centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
-3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
-"""
+LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
+3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one"""
 
 
 def run(args: Namespace) -> List[str]:
@@ -19,7 +17,8 @@ def run(args: Namespace) -> List[str]:
     loaded = load(args)
     source = loaded.of_position(args)
     report = head_report(loaded.model, **source)
-    print(report, LEGEND, sep='\n')
+    layers, _, summary = str(report).rpartition('\n\n')
+    print(summary, layers, LEGEND, sep='\n\n')
     number = max(layer.num_images for layer in report.layers)
     if args.out:
         checkpoint = args.mm[1] if args.mm else args.checkpoint or ('pretrained' if args.pretrained else None)
