@@ -34,8 +34,8 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
+from attncnn import setting
 from attncnn_plugin.mm.tools import one_line
-from attncnn_plugin.model_options import setting
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
 from reproduction.configs import DATA, build, network_config, set_data, set_epochs, set_images  # noqa: E402
