@@ -194,8 +194,8 @@ def test_numbers_of_the_readme():
     assert f'after 50 more epochs of both, [{for_attention} more](docs/tables/T-CNN.md) than the CNN' in page
     starts = 'Gaussian', 'sine-cosine embedding', 'mimetic'
     gains = [round(mean(ahead('starts', row, 'as it comes'))) for row in starts]
-    claim = '[+{} points](docs/tables/starts.md) over the default start; its sine-cosine embedding alone +{}, a mimetic start'
-    assert f'{claim} +{{}} |'.format(*gains) in page
+    claim = '[+{} points](docs/tables/starts.md) over the default start; its sine-cosine embedding alone +{}, '
+    assert f'{claim}a mimetic start +{{}} |'.format(*gains) in page
     phases = ahead('two-phases', 'both phases', 'attention')
     claim = f'[{mean(phases):.0f} points above](docs/tables/two-phases.md) attention from a random start on average'
     assert f'{claim} ({min(phases):.0f} to {max(phases):.0f} by seed)' in page
