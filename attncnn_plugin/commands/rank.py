@@ -33,5 +33,5 @@ def run(args: Namespace) -> List[str]:
     return [
         f'{len(ranked)} heads; importance is relative to the other heads of the layer',
         f'Saved {args.out}',
-        'Next: attncnn prune --share 30% with the same model and images removes the last ones',
+        'Next: attncnn prune --share 30% with the same options removes the last ones',
     ]
