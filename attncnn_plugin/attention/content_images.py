@@ -117,7 +117,9 @@ class ContentImageAttention(ImageAttention):
         keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(
             [self.num_heads * self.qk_dim, self.in_channels], dim=-1
         )
-        seen = _all_axes([tiles.seen(x.device) for tiles in axes])
+        numbers = torch.cartesian_prod(*(torch.arange(tiles.number, device=x.device) for tiles in axes))
+        of_axes = zip(axes, numbers.reshape(-1, len(axes)).unbind(1))
+        seen = over_axes([tiles.seen(x.device)[number] for tiles, number in of_axes], torch.logical_and)
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
         bias = bias.masked_fill(~seen[:, None], -math.inf)  # (tiles, N_h, t, keys)
@@ -179,7 +181,7 @@ class ContentImageAttention(ImageAttention):
         if self.window_size is None:
             return bias
         near = [(shift.abs() <= n // 2)[None] for shift, n in zip(shifts, self.window_size)]
-        return bias.masked_fill(~_all_axes(near), -math.inf)
+        return bias.masked_fill(~over_axes(near, torch.logical_and), -math.inf)
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
         return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
@@ -220,12 +222,3 @@ class ContentImageAttention(ImageAttention):
 def _tokens(x: Tensor) -> Tensor:
     """Returns images ``(B, C, *size)`` as tokens ``(B, N, C)``."""
     return x.flatten(2).transpose(1, 2)
-
-
-def _all_axes(parts: Sequence[Tensor]) -> Tensor:
-    """Returns where all axes are true: ``(T_a, Q_a, K_a)`` of each axis to ``(T, Q, K)``, row-major."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total[:, None, :, None, :, None] & part[None, :, None, :, None, :]
-        total = total.flatten(4, 5).flatten(2, 3).flatten(0, 1)
-    return total

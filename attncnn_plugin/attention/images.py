@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,6 @@ class ImageAttention(PrunableHeads):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
         self.settings = {'num_heads': num_heads}
-        self.value: Union[nn.Linear, GroupedLinear]
         if groups == 1:
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
@@ -150,15 +149,11 @@ class ImageAttention(PrunableHeads):
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
     # What other code reads of a convolution.
-    kernel_size, stride, dilation, padding_mode = (
-        property(operator.attrgetter(f'window.{name}'))
-        for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
-    )
-    padding = property(operator.attrgetter('window.padding_argument'))
+    padding_mode = property(operator.attrgetter('window.padding_mode'))
 
     def __getattr__(self, name: str) -> Any:
-        if name == 'padding':  # its property has raised AttributeError: this says why
-            return self.window.padding_argument
+        if name in ('kernel_size', 'stride', 'dilation', 'padding'):
+            return getattr(self.window, 'padding_argument' if name == 'padding' else name)
         if name in ('weight', 'bias'):
             raise AttributeError(
                 f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
@@ -274,35 +269,18 @@ class WindowImageAttention(ImageAttention):
         return heads.flatten(2).unflatten(0, x.shape[:2]).permute(0, 2, 3, 1)
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(nn.Linear):
     """A linear map of the channels of all heads, where an output reads only the channels of its group.
 
-    Arguments are those of :class:`ImageAttention`.
-
-    Attributes:
-        weight (Parameter): ``(out_channels, N_h·C/groups)``, head after head.
-        bias (Parameter | None): ``(out_channels,)``.
+    Arguments are those of :class:`ImageAttention`. The weight is ``(out_channels, N_h·C/groups)``, head after head.
     """
 
-    bias: Optional[nn.Parameter]
-
     def __init__(self, in_channels: int, out_channels: int, num_heads: int, groups: int, bias: bool, **dd: Any) -> None:
-        super().__init__()
-        self.groups = groups
-        self.in_channels = in_channels
-        self.weight = nn.Parameter(torch.empty(out_channels, num_heads * (in_channels // groups), **dd))
-        self.register_parameter('bias', nn.Parameter(torch.empty(out_channels, **dd)) if bias else None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all from U(−1/√n, 1/√n), n inputs an output, as ``nn.Linear``."""
-        limit = 1 / math.sqrt(max(1, self.weight.shape[1]))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -limit, limit)
+        super().__init__(num_heads * (in_channels // groups), out_channels, bias, **dd)
+        self.groups, self.in_channels = groups, in_channels
 
     def extra_repr(self) -> str:
-        out_channels, inputs = self.weight.shape
-        return f'{out_channels} outputs of {inputs} inputs each, groups={self.groups}, bias={self.bias is not None}'
+        return f'{super().extra_repr()}, groups={self.groups}'
 
     def forward(self, heads: Tensor) -> Tensor:
         """Maps ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""

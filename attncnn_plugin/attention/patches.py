@@ -19,24 +19,18 @@ MASK_VALUE = -1e4
 
 def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     """Cuts ``(B, C, H, W)`` into ``(B, H/P, W/P, C·P·P)``, a patch flattened channel by channel, row by row."""
-    batch, channels, height, width = image.shape
-    rows, columns = patch_size
+    (height, width), (rows, columns) = image.shape[2:], patch_size
     if height % rows or width % columns:
         raise ValueError(
             f'the image of {height}x{width} pixels cannot be cut into patches of {rows}x{columns}: resize or pad it to '
             'multiples of these'
         )
-    patches = image.reshape(batch, channels, height // rows, rows, width // columns, columns)
-    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
+    return image.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 def patches_to_image(patches: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     """Puts ``(B, H/P, W/P, C·P·P)`` together to ``(B, C, H, W)``, the inverse of :func:`image_to_patches`."""
-    batch, height, width, dim = patches.shape
-    rows, columns = patch_size
-    channels = dim // (rows * columns)
-    image = patches.reshape(batch, height, width, channels, rows, columns).permute(0, 3, 1, 4, 2, 5)
-    return image.reshape(batch, channels, height * rows, width * columns)
+    return patches.unflatten(3, (-1, *patch_size)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 class WindowBias(nn.Module):
