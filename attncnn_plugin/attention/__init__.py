@@ -3,7 +3,7 @@
 from .attention_layer import AttentionLayer
 from .content_images import ContentImageAttention
 from .images import QuadraticImageAttention, WindowImageAttention
-from .patches import GridBias, PatchAttention, WindowBias
+from .patches import GridBias, PatchAttention
 from .state_dicts import StructureError
 from .tokens import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 
@@ -18,6 +18,5 @@ __all__ = [
     'QuadraticAttention',
     'QuadraticImageAttention',
     'StructureError',
-    'WindowBias',
     'WindowImageAttention',
 ]

@@ -15,6 +15,7 @@ from .positions import QuadraticEncoding
 from .precision import at_least_float32
 from .shifts import over_axes
 from .softmax import softmax
+from .window import check_choice
 
 POSITIONS = ('gaussian', 'table')
 SHARED_GATE = 4.0  # λ of heads that content and position share: σ(λ) is 0.98
@@ -61,8 +62,7 @@ class ContentImageAttention(ImageAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        if position not in POSITIONS:
-            raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
+        check_choice('position', position, POSITIONS)
         if position == 'table' and window_size is None:
             raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
         self.qk_dim = qk_dim

@@ -76,7 +76,11 @@ def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
     x = F.pad(x, [n for tiles in reversed(axes) for n in (0, tiles.number * tiles.length - tiles.queries)])
     for axis, tiles in enumerate(axes):
         x = x.unflatten(2 + 2 * axis, (tiles.number, tiles.length))
-    return x.permute(0, *range(2, 2 + 2 * ndim, 2), *range(3, 3 + 2 * ndim, 2), 1).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
+    return (
+        x.permute(0, *range(2, 2 + 2 * ndim, 2), *range(3, 3 + 2 * ndim, 2), 1)
+        .flatten(1 + ndim, 2 * ndim)
+        .flatten(1, ndim)
+    )
 
 
 def join_tiles(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.window import Sizes, per_axis, same_window, shown
+from ..attention.window import Sizes, check_choice, per_axis, same_window
 from .shift_operators import check_position_only, interior_queries, targets
 
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
@@ -104,8 +104,7 @@ def expressible_shifts_of_maps(
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
-    if queries not in ('all', 'interior'):
-        raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
+    check_choice('queries', queries, ('all', 'interior'))
     if not 0 < tolerance < 1:
         raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
     inside = interior_queries(window, size)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchvision.ops import Permute
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..attention.window import check_choice
 from ..models.cmhsa import CMHSANetwork
 from ..models.interface import token_grid
 from ..models.self_attention import SelfAttentionNetwork
@@ -36,7 +37,7 @@ class GridBackbone:
     through its ``featmap``, the target layer for class activation maps, as ``(B, D, H, W)``.
     """
 
-    OUT_TYPES = {'featmap', 'avg_featmap'}
+    OUT_TYPES = 'featmap', 'avg_featmap'
     frozen_stages = -1  # while the network is being built
 
     def _init_interface(
@@ -53,8 +54,7 @@ class GridBackbone:
         self.out_indices = self._resolve_out_indices(out_indices)
         self.grad_checkpointing = with_cp
 
-        if out_type not in self.OUT_TYPES:
-            raise ValueError(f'Unsupported `out_type` {out_type}, please choose from {self.OUT_TYPES}')
+        check_choice('out_type', out_type, self.OUT_TYPES)
         self.out_type = out_type
 
         if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
