@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_layer import check_plain_linear
-from ..attention.content_images import ContentImageAttention
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
 from .convolutions import Computed, Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, inverse_of_shifts, targets
+from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
 
 MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once

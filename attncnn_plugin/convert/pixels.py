@@ -14,8 +14,14 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
 import torch
 from torch import Tensor
 
-from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
-from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.images import (
+    POSITIONS,
+    SHARED_GATE,
+    ContentImageAttention,
+    ImageAttention,
+    QuadraticImageAttention,
+    WindowImageAttention,
+)
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..attention import AttentionLayer
-from ..attention.content_images import ContentImageAttention
 from ..attention.heads import PrunableHeads
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.neighbourhoods import join_tiles
 from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision

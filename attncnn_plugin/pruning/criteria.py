@@ -20,7 +20,7 @@ from ..attention.attention_layer import AttentionLayer
 from ..attention.heads import PrunableHeads
 from ..attention.positions import GaussianHeads
 from ..attention.window import per_axis, shown
-from ..convert.shift_operators import check_position_only
+from ..convert.expressible import check_position_only
 
 Criterion = Union[str, Dict[str, Any]]
 
