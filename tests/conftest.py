@@ -8,12 +8,11 @@ import re
 import runpy
 import sys
 
+import attncnn
 import hypothesis
 import pytest
 import torch
 from helpers.versions import new_hugging_face
-
-import attncnn
 
 # Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')

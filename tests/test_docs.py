@@ -12,12 +12,11 @@ import subprocess
 import sys
 from statistics import mean
 
+import attncnn
 import numpy as np
 import pytest
 import timm
 import torch
-
-import attncnn
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for folder in ('', 'docs/', 'docs/gallery/', 'docs/tables/') for page in ROOT.glob(f'{folder}*.md'))

@@ -10,11 +10,10 @@ import textwrap
 import zipfile
 from pathlib import Path
 
+import attncnn
 import pytest
 from helpers.images import write_images
 from PIL import Image
-
-import attncnn
 
 USER_CONFIG = """
 _base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')

@@ -3,10 +3,10 @@
 import subprocess
 import sys
 
+import attncnn
 import pytest
 from helpers.processes import environment, run
 
-import attncnn
 from attncnn_plugin.transformers.start import METHODS, SHIFTS
 
 HELP = """
