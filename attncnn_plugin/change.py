@@ -142,6 +142,10 @@ def _parts(own: Any) -> List[Tuple[str, Any]]:
     return [] if of_others else [(f'.{name}', value) for name, value in vars(own).items()]
 
 
+class Undo(Exception):
+    """Raised inside of :func:`all_or_nothing`, has what was changed put back."""
+
+
 @contextmanager
 def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: Iterable[Tensor] = ()) -> Iterator[None]:
     """Puts models and optimizers back as they were where something fails inside.

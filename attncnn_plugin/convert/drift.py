@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.precision import widest_float
-from ..change import all_or_nothing, held_by
+from ..change import Undo, all_or_nothing, held_by
 from ..heads.found import same_numbers
 
 
@@ -28,10 +28,6 @@ def _squares(old: Tensor, new: Tensor) -> Tuple[float, float]:
 def _relative(squares: List[Tuple[float, float]]) -> float:
     error, norm = (sum(column) for column in zip(*squares))
     return (error / norm) ** 0.5 if norm else float(error > 0)
-
-
-class _Undo(Exception):
-    """Has what was changed put back."""
 
 
 def drifts(
@@ -59,7 +55,7 @@ def drifts(
         )
 
     kept = all_or_nothing([model, *replacements.values()], values=model.buffers())
-    with suppress(_Undo), kept, evaluating(model), same_numbers(), torch.no_grad():
+    with suppress(Undo), kept, evaluating(model), same_numbers(), torch.no_grad():
         for name, conv in layers.items():
             conv.register_forward_hook(partial(compare, name), with_kwargs=True)
         before = tensors_in(model(inputs))
@@ -75,7 +71,7 @@ def drifts(
                 f'the model reads what {names[0] if names else "a convolution"} has and attention does not: {error}; '
                 'leave that layer out'
             ) from error
-        raise _Undo
+        raise Undo
     same = before and [own.shape for own in before] == [own.shape for own in after]
     drift = _relative([_squares(*own) for own in zip(before, after)]) if same else None
     if drift is None:
