@@ -53,7 +53,7 @@ def tool(tool, capsys):
 def test_tool_by_position(folder, tool):
     out = folder / 'new/quadratic.json'
     status, text, _ = tool(folder / 'quadratic.py', folder / 'quadratic.pth', '--json', out)
-    assert not status and 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads: ' in text
+    assert not status and 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads\n' in text
     legend, report = text.split('\n\n')[:2]
     assert all(f'{word}: ' in legend for word in ('std', 'share', '5x5')) and report.startswith('backbone.blocks.0')
     assert f'Saved {out}' in text
@@ -91,7 +91,7 @@ def test_tool_on_transformers_of_mmpretrain(folder, tool):
     """L21's rivals: patches to patches, without the class token."""
     config, checkpoint, out = folder / 'vit_base.py', folder / 'vit_base.pth', folder / 'vit_base.json'
     status, text, _ = tool(config, checkpoint, '--images', folder / 'images', '--json', out)
-    assert not status and 'backbone.layers.1.attn: mean over 4 images, 14x14 tokens, 2 heads: ' in text
+    assert not status and 'backbone.layers.1.attn: mean over 4 images, 14x14 tokens, 2 heads\n' in text
     loaded = check_schema(out.read_text())
     assert [layer['attention'] for layer in loaded['layers']] == ['images'] * 2 and loaded['num_images'] == 4
     assert all(0 < head['prefix_mass'] < 1 for layer in loaded['layers'] for head in layer['heads'])
