@@ -16,6 +16,7 @@ configs and tools import it.
 """
 
 import importlib
+import os
 import warnings
 
 from . import analysis, attention, convert, models, pruning, transformers, weights
@@ -53,7 +54,7 @@ def __getattr__(name: str):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-if has_mmpretrain():
+if has_mmpretrain() and os.environ.get('ATTNCNN_MMPRETRAIN') != '0':
     _problem = import_problem()
     if _problem is None:
         from .mm.tools import config_problem
