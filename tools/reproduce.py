@@ -34,8 +34,8 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
+from attncnn_plugin.commands import setting
 from attncnn_plugin.mm.tools import one_line
-from attncnn_plugin.model_options import setting
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
 from reproduction.configs import DATA, build, network_config, set_data, set_epochs, set_images  # noqa: E402
@@ -94,7 +94,7 @@ def reproduce(args: argparse.Namespace) -> None:
     """Does what the options say."""
     table = TABLES[args.table]
     if args.smoke:
-        rows = {label: replace(row, seeds=(0,)) for label, row in table.rows.items()}
+        rows = {label: replace(row, seeds=(0,), images=None) for label, row in table.rows.items()}
         table = replace(table, images=200, epochs=2, rows=rows)
     runs = runs_of(table, args)
     wanted = chosen(runs, args)
@@ -143,10 +143,10 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
     for seed in sorted({seed for row in table.rows.values() for seed in row.seeds}):
         for label, row in table.rows.items():
             if seed in row.seeds:
-                epochs, start = table.epochs_of(label), runs.get((row.start, seed))
-                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {table.images} {epochs} {seed}')
+                images, epochs, start = table.images_of(label), table.epochs_of(label), runs.get((row.start, seed))
+                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {images} {epochs} {seed}')
                 config = partial(config_of, row, args)
-                runs[label, seed] = Run(folder, label, table.images, epochs, seed, start, config, table.corrupted)
+                runs[label, seed] = Run(folder, label, images, epochs, seed, start, config, table.corrupted)
     return list(runs.values())
 
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..attention import AttentionLayer
 from ..attention.content_images import ContentImageAttention
 from ..attention.heads import PrunableHeads
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import GroupedLinear
 from ..attention.neighbourhoods import join_tiles
 from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision
@@ -304,7 +304,7 @@ class OwnAttention:
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:
         self.name, self.owner, self.x = name, owner, x
-        self.size = tuple(x.shape[-owner.window.ndim :] if isinstance(owner, ImageAttention) else x.shape[1:-1])
+        self.size = owner.grid_of(x)
 
     @property
     def places(self) -> Places:

@@ -27,7 +27,7 @@ from ..heads.seen import AnyAttention, watching
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 AMOUNTS = {
     'threshold': 'a number of at least 0',
-    'keep': 'a number of heads',
+    'keep': 'a number of heads, or a share of them above 0 and below 1',
     'multiply_adds': 'a share above 0, up to 1',
 }
 
@@ -244,7 +244,7 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
 def least_important(
     importance: Mapping[str, Tensor],
     threshold: Optional[float] = None,
-    keep: Optional[int] = None,
+    keep: Optional[float] = None,
     multiply_adds: Optional[float] = None,
     costs: Optional[Tuple[float, Mapping[str, Tensor]]] = None,
 ) -> Dict[str, List[int]]:
@@ -256,7 +256,8 @@ def least_important(
         importance (Mapping[str, Tensor]): Of each head by the name of the layer, of
             :func:`~attncnn_plugin.pruning.head_importance`.
         threshold (float, optional): Removes all heads below it. Defaults to None.
-        keep (int, optional): The number of heads of the whole model that stay. Defaults to None.
+        keep (int | float, optional): The number of heads of the whole model that stay, or their share, above 0 and
+            below 1. Defaults to None.
         multiply_adds (float, optional): The share of the model's multiply-adds that stays, above 0, up to 1. Defaults
             to None.
         costs (tuple, optional): Of :func:`head_costs`, for ``multiply_adds``. Defaults to None.
@@ -273,6 +274,8 @@ def least_important(
         {'a': [0, 2], 'b': [1]}
         >>> least_important(importance, keep=4)
         {'a': [0]}
+        >>> least_important(importance, keep=0.6)  # 3 of 5
+        {'a': [0, 2]}
     """
     check_amount(threshold, keep, multiply_adds)
     for name, own in importance.items():
@@ -285,23 +288,23 @@ def least_important(
     best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
     ranked = [entry for entry in ranked if entry[1:] not in best]
     number = sum(map(len, importance.values()))
-    if keep is not None and keep > number:
+    goal = keep if keep is None or isinstance(keep, Integral) else round(keep * number)
+    if goal is not None and goal > number:
         raise ValueError(f'keep={keep} must be at most {number}, the number of heads')
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
-    elif keep is not None:
+    elif goal is not None:
         of_heads = {name: torch.ones_like(own) for name, own in importance.items()}
-        chosen = _until(ranked, keep, number, of_heads, f'keep={keep}', 'heads')
+        chosen = _until(ranked, goal, number, of_heads, f'keep={keep}', 'heads')
     elif costs is not None and multiply_adds is not None:
-        goal = multiply_adds * costs[0]
-        chosen = _until(ranked, goal, *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
+        chosen = _until(ranked, multiply_adds * costs[0], *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
     else:
         raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
     found = {name: sorted(head for _, layer, head in chosen if layer == name) for name in importance}
     return {name: heads for name, heads in found.items() if heads}
 
 
-def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds: Optional[float]) -> None:
+def check_amount(threshold: Optional[float], keep: Optional[float], multiply_adds: Optional[float]) -> None:
     """Refuses anything but one of these that is possible.
 
     Raises:
@@ -312,8 +315,13 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
     if len(given) != 1:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
-    is_number = isinstance(value, Integral if name == 'keep' else Real) and not isinstance(value, bool)
-    if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
+    is_share = isinstance(value, Real) and 0 < value < 1
+    possible = {
+        'threshold': isinstance(value, Real),
+        'keep': isinstance(value, Integral) or is_share,
+        'multiply_adds': is_share or value == 1,
+    }
+    if isinstance(value, bool) or not possible[name] or not value >= 0:
         raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
 
 

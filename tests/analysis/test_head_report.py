@@ -292,7 +292,7 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind, monkeypatch
     monkeypatch.setattr(nearest_convolution, 'expressible_shifts_of_maps', loose)
     report = report_of(layer, (7, 6))
     criteria = ['entropy', 'duplicate'] + (['uniform', 'stripe'] if kind == 'generalized' else [])
-    expected = find_degenerate_heads(layer, criteria, (7, 6))
+    expected = find_degenerate_heads(layer, criteria, (7, 6)).reports['']
     assert [head.head for head in report.heads if head.degenerate] == expected.heads and 3 in expected.heads
     for entry in expected.found:
         head = report.heads[entry.head]

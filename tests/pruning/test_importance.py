@@ -8,10 +8,10 @@ from helpers.vits import OF_HUGGING_FACE, SIZE, output_map, output_of, small_cla
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.convert import convs_to_attention
+from attncnn_plugin.heads.found import FoundHeads
 from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
-from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
+from attncnn_plugin.pruning.degenerate import ObservedAttention, observed_attention, report_of
 from attncnn_plugin.training import PruneHeads
 
 
@@ -240,6 +240,8 @@ def test_number_of_heads():
         (dict(keep=5), {}),
         (dict(keep=3), {'a': [1], 'b': [0]}),
         (dict(keep=2), {'a': [1, 2], 'b': [0]}),
+        (dict(keep=0.5), {'a': [1, 2], 'b': [0]}),  # 2.5 heads
+        (dict(keep=0.7), {'a': [1]}),
         (dict(multiply_adds=1.0, costs=costs), {}),
         (dict(multiply_adds=0.9, costs=costs), {'a': [1]}),
         (dict(multiply_adds=0.89, costs=costs), {'a': [1], 'b': [0]}),
@@ -251,7 +253,8 @@ def test_number_of_heads():
         (dict(keep=1), 'keep=1 cannot be reached: without the 3 heads that may go, 2 of 5 heads are left'),
         (dict(keep=6), 'keep=6 must be at most 5'),
         (dict(threshold=float('nan')), 'threshold=nan must be'),
-        (dict(keep=1.5), 'keep=1.5 must be a number of heads'),
+        *((dict(keep=own), f'keep={own} must be a number of heads, or a share') for own in (1.5, 1.0, 0.0, -1, True)),
+        (dict(keep=0.1), 'keep=0.1 cannot be reached'),
         (dict(threshold=-1), 'threshold=-1 must be'),
         (dict(multiply_adds=0), 'multiply_adds=0 must be a share above 0'),
         (dict(multiply_adds=0.5), 'needs costs'),
@@ -285,17 +288,17 @@ def test_observed_attention_is_that_of_the_model():
 
 def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
     """Though their mean maps are the same, and uniform."""
-    observed = ObservedAttention(3)
+    observed, layer = ObservedAttention(3), FoundHeads('', nn.Identity(), 3)
     for shift in range(4):
         maps = [torch.eye(4).roll(shift * sign, 1) for sign in (1, -1)]
         observed.add(torch.stack([*maps, torch.full((4, 4), 0.25)])[None])
-    report = degenerate_heads_of_observed(observed, ['uniform', 'entropy', 'duplicate'])
+    report = report_of(layer, ['uniform', 'entropy', 'duplicate'], observed)
     assert report.heads == [2] and report.found[0].reason == 'distance 0 < 0.01 from uniform attention'
-    assert degenerate_heads_of_observed(observed, [dict(type='duplicate', threshold=0.6)]).heads == [1]
+    assert report_of(layer, [dict(type='duplicate', threshold=0.6)], observed).heads == [1]
     with pytest.raises(TypeError, match="'stripe' is for Gaussian heads"):
-        degenerate_heads_of_observed(observed, ['stripe'])
-    with pytest.raises(ValueError, match='no images were observed'):
-        degenerate_heads_of_observed(ObservedAttention(3), ['entropy'])
+        report_of(layer, ['stripe'], observed)
+    with pytest.raises(ValueError, match='on images, but none were observed'):
+        report_of(layer, ['entropy'], ObservedAttention(3))
 
 
 def test_importance_of_convolutions_in_groups():

@@ -328,7 +328,7 @@ def test_a_void_row(tool, tmp_path, monkeypatch):
 def test_which_tables_there_are(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['reproduce.py', '--list'])
     reproduce.main()
-    assert capsys.readouterr().out.startswith('C20-1: Four networks in equal epochs\nC20-E: Heads removed during')
+    assert capsys.readouterr().out.startswith('C20-1: Heads by position and a CNN in equal epochs\nC20-E: ')
     monkeypatch.setattr(sys, 'argv', ['reproduce.py'])
     with pytest.raises(SystemExit):
         reproduce.main()
@@ -382,7 +382,7 @@ def test_a_training_that_goes_on_elsewhere(tool, tmp_path, monkeypatch):
     (result,) = json.loads((tmp_path / 'small.json').read_text())
     found = [(part['machine']['gpu'], part['epochs_before']) for part in result['parts']]
     assert found == [('a GPU', 0), ('another GPU', 2)]
-    place = f'1 thread a training, PyTorch {torch.__version__}'
+    place = f'one thread per training, PyTorch {torch.__version__}'
     assert f'a GPU, {place}, then another GPU, {place}. Validated' in page_of(tmp_path)[0]
 
 
@@ -393,7 +393,7 @@ def test_means_and_ranges_of_a_folder_that_was_moved(tool, tmp_path):
     shutil.move(tmp_path / 'runs', tmp_path / 'moved/runs')
     assert tool('--data-name', 'a few digits', '--out', tmp_path / 'moved')[::2] == ([], 0)
     text, rows = page_of(tmp_path / 'moved')
-    assert 'Trained on a few digits: 40 images up to 3 epochs.' in text
+    assert 'Trained on a few digits: 40 images for 2 or 3 epochs.' in text
     assert rows['first'] == ['1,000', '7', '10.5 (10.0 to 11.0)', '1.0', '2']
     assert rows['goes on'] == ['1,000', '7', '10.0', '1.0', '1'] and 'issing' not in text
 
@@ -545,7 +545,6 @@ SMOKE = {
     'T-CNN': ['gated attention'],
     'pruning': ['12 heads, by importance', '12 heads, at random'],
     'starts': ['random embedding', 'Gaussian'],
-    'starts-192': ['impulse, 192'],
 }
 
 
