@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.state_dicts import StructureError
+from ..change import resize
 from .forward import RewrittenForward
 
 RECORD = 'attncnn_follow_state_dict'
@@ -180,7 +181,7 @@ class FewerHeads:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
         before = shapes_of(module)
         for name, shape in self._changed(module).items():
-            _resize(module, name, shape)
+            resize(module, name, shape)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
         set_sizes(module, shapes, self.built, self.before, self.left, self.way)
@@ -196,14 +197,6 @@ class FewerHeads:
             **found,
             **{name: torch.Size([widths[before[name][0]]]) for name in beside if before[name][0] in widths},
         }
-
-
-def _resize(module: nn.Module, name: str, shape: torch.Size) -> None:
-    """Gives a parameter or buffer another shape, all 0; it stays the same object, which an optimizer may hold."""
-    path, _, leaf = name.rpartition('.')
-    own: Any = getattr(module.get_submodule(path), leaf)
-    with torch.inference_mode(own.is_inference()):  # of a model that was built in inference mode
-        own.data, own.grad = own.data.new_zeros(shape), None
 
 
 def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
