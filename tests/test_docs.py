@@ -61,7 +61,7 @@ def is_mmpretrains(block):
 def test_python_runs(page, monkeypatch, tmp_path, request, capsys):
     """And prints what ``OUTPUT`` right below a block says, up to spaces at the ends of lines; ``...`` is anything."""
     monkeypatch.chdir(tmp_path)
-    names, text = {}, page.read_text()
+    names, text = {'__name__': '__main__'}, page.read_text()
     programs = [found for found in PROGRAM.findall(text) if is_program(found[0])]
     assert sum(bool(output) for _, output in programs) == text.count(OUTPUT), 'an output without its Python'
     for block, output in programs:
