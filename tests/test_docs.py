@@ -292,7 +292,7 @@ def test_numbers_of_the_findings():
             assert measured[0] / measured[1] == pytest.approx(ratio, rel=0.15), (one, measure)
         assert round(4 * mean(top1(table, one, 'moved').values())) == 1, 'a quarter'
     sentences = [
-        f'{over_cnn}, in twice the time | [CNN to attention]',
+        f'{over_cnn}, in twice the time |',
         f'[became attention](cnn_to_attention.md) ends {over_cnn} above one that stayed a ResNet, with both seeds',
         'it gains {:.1f} points with additive content and {:.1f} with gated'.format(*robust),
         f'ended {limits[0]} to {round(over_content)} points above every network made of attention',
