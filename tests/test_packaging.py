@@ -182,6 +182,7 @@ def test_timm_users_need_no_mmpretrain(repository):
         ['mmpretrain', 'mmengine', 'mmcv', 'matplotlib'],
         f"""
         import runpy, warnings
+        from argparse import Namespace
         warnings.simplefilter('error')
         import timm, attncnn_plugin
         model = timm.create_model('sa_quadratic_cifar', embed_dim=8, depth=1, num_heads=2, mlp_dim=8)
@@ -192,7 +193,7 @@ def test_timm_users_need_no_mmpretrain(repository):
         for statement in (
             'import attncnn_plugin.mm.backbones',
             'import attncnn_plugin.mm.safe_loading',
-            'import attncnn_plugin.commands.config_model',
+            'attncnn_plugin.commands.model.load(Namespace(timm=None, hf=None, mm=["a.py", "a.pth"]))',
             'runpy.run_path("{repository}/tools/train.py", run_name="__main__")',
             'attncnn_plugin.visualization',
             'attncnn_plugin.nonsense',

@@ -98,10 +98,8 @@ class LoadedModel:
         number = min(number, len(found))
         chosen = [found[i * len(found) // number] for i in range(number)]
         is_one = paths is not None and len(paths) == 1
-        return [
-            Picture(name_of(path), *self.read(path), label if is_one else None)
-            for path, label in tqdm(chosen, 'images', disable=None, leave=False)
-        ]
+        shown = tqdm(chosen, 'images', disable=None, leave=False)
+        return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in shown]
 
     def inputs(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
         """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
@@ -121,29 +119,26 @@ class LoadedModel:
         return None if self.shape is None else torch.rand(1, *self.shape)
 
     def batches(self, paths: Optional[Sequence[str]], number: int) -> Tuple[List[Any], Loss, str]:
-        """Returns batches of images, the loss of one with its number of right predictions, and what is right.
+        """Returns batches of images, the loss of one with its number of right predictions, and who says what is right.
 
         Raises:
             ValueError: As of :meth:`images`; the model gives no logits, or has other classes than the folder.
         """
         images = self.images(paths, number)
-        inputs = stacked(images).split(BATCH_SIZE)
+        inputs, labels = stacked(images).split(BATCH_SIZE), [image.label for image in images]
         with torch.no_grad():
-            logits = torch.cat(
-                [logits_of(self.model, own) for own in tqdm(inputs, 'images', disable=None, leave=False)]
-            )
-        if any(image.label is None for image in images):
-            labels, words = logits.argmax(1), 'the whole model predicts, as the images are in no subfolders'
+            logits = torch.cat([logits_of(self.model, own) for own in (inputs if None in labels else inputs[:1])])
+        if None in labels:
+            right, words = logits.argmax(1), 'the whole model predicts, as the images are in no subfolders'
         else:
-            folder = Path((paths or [''])[0])
-            classes = len([own for own in folder.iterdir() if own.is_dir()])
+            right, words = torch.tensor(labels), 'the subfolders say'
+            classes = len([own for own in Path((paths or [''])[0]).iterdir() if own.is_dir()])
             if classes != logits.shape[1]:
                 raise ValueError(
-                    f'--images {folder} has {classes} subfolders, but the model {logits.shape[1]} classes: give a '
-                    'folder for each, or images without subfolders, whose labels are what the model predicts'
+                    f'--images {" ".join(paths or [])} has {classes} folders, but the model {logits.shape[1]} classes: give '
+                    'a folder for each, or images without subfolders, whose labels are what the model predicts'
                 )
-            labels, words = torch.tensor([image.label for image in images]), 'the subfolders say'
-        return list(zip(inputs, labels.split(BATCH_SIZE))), loss_and_right, words
+        return list(zip(inputs, right.split(BATCH_SIZE))), loss_and_right, words
 
     def save(self, path: str) -> None:
         """Saves the model, in the form that it was read in."""
