@@ -132,11 +132,12 @@ class LoadedModel:
             right, words = logits.argmax(1), 'the whole model predicts, as the images are in no subfolders'
         else:
             right, words = torch.tensor(labels), 'the subfolders say'
-            classes = len([own for own in Path((paths or [''])[0]).iterdir() if own.is_dir()])
+            (folder,) = paths or ['']
+            classes = len([own for own in Path(folder).iterdir() if own.is_dir()])
             if classes != logits.shape[1]:
                 raise ValueError(
-                    f'--images {" ".join(paths or [])} has {classes} folders, but the model {logits.shape[1]} classes: give '
-                    'a folder for each, or images without subfolders, whose labels are what the model predicts'
+                    f'--images {folder} has {classes} folders, but the model {logits.shape[1]} classes: give a folder '
+                    'for each, or images without subfolders, whose labels are what the model predicts'
                 )
         return list(zip(inputs, right.split(BATCH_SIZE))), loss_and_right, words
 
