@@ -127,7 +127,7 @@ def test_pages_that_are_too_large():
     model, images = content_model(), images_of(2)
     size = len(page_of(model, images).encode())
     assert len(page_of(model, images, max_bytes=size).encode()) == size
-    with pytest.raises(ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,}.*: give fewer'):
+    with pytest.raises(ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,} .*: give fewer'):
         page_of(model, images, max_bytes=size - 1)
 
 
@@ -168,7 +168,7 @@ def test_errors():
         explorer_page(model, images[:0], [])
     with pytest.raises(ValueError, match='float64 and shape'):
         explorer_page(model, images, [np.zeros((16, 16))] * 2)
-    with pytest.raises(ValueError, match='blocks.0.attn, 40x40 tokens with 1600 keys each, more than the 1,048,576'):
+    with pytest.raises(ValueError, match='blocks.0.attn has 40x40 tokens with 1600 keys each, more than the 1,048,576'):
         page_of(model, images_of(size=80))
     with pytest.raises(ValueError, match='blocks.0.attn are not finite'):
         page_of(content_model(), images * float('inf'))
@@ -180,3 +180,8 @@ def test_page_asks_for_nothing():
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and 'unsafe' not in policy
     assert not re.search(r'\b(src|href)=', page)
+
+
+def test_way_back():
+    page = page_of(quadratic_model(), images_of(), back='../"a"/')
+    assert re.findall(r'<a [^>]*>[^<]*</a>', page) == ['<a href="../&quot;a&quot;/">← Back</a>']
