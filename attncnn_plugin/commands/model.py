@@ -193,7 +193,12 @@ def loss_and_right(model: nn.Module, batch: Any) -> Tuple[Tensor, Tensor]:
 def progress(loss: Loss, number: int, what: str) -> Iterator[Loss]:
     """Yields the loss with a progress bar of so many calls, on a terminal."""
     with tqdm(total=number, desc=what, disable=None, leave=False) as bar:
-        yield lambda model, batch: bar.update() or loss(model, batch)  # type: ignore[func-returns-value]
+
+        def counted(model: nn.Module, batch: Any) -> Any:
+            bar.update()
+            return loss(model, batch)
+
+        yield counted
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:

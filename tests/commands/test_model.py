@@ -1,5 +1,8 @@
 """Models of timm and Hugging Face with their preprocessing: checkpoints, folders, and images as they take them."""
 
+import io
+import sys
+import time
 from argparse import Namespace
 
 import numpy as np
@@ -13,7 +16,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from attncnn_plugin import load_hugging_face
-from attncnn_plugin.commands.model import HuggingFaceModel, Picture, TimmModel, stacked
+from attncnn_plugin.commands.model import HuggingFaceModel, Picture, TimmModel, progress, stacked
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 VIT, SWIN = 'vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'
@@ -41,6 +44,17 @@ def test_images(folder):
     assert [own.label for own in loaded.images(['images'], 9)] == [None] * 5
     with pytest.raises(ValueError, match=r'2 different sizes after preprocessing, such as \(4, 4\) and \(5, 4\)'):
         stacked([Picture('', torch.zeros(3, size, 4), image.pixels) for size in (5, 4)])
+
+
+def test_progress_on_a_terminal(monkeypatch):
+    """The loss stays what it is where the bar is drawn."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, 'stderr', terminal)
+    with progress(lambda model, batch: batch, 2, 'heads') as counted:
+        time.sleep(0.2)
+        assert counted(None, 7) == 7
+    assert 'heads:  50%' in terminal.getvalue()
 
 
 def test_grey_images():
