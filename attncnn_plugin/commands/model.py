@@ -222,10 +222,12 @@ def write_checkpoint(path: str, state_dict: Dict[str, Tensor], meta: Any = None)
             torch.save({'state_dict': state_dict, 'meta': meta or {}}, file)
 
 
-def load(args: Namespace, quiet: bool = False) -> LoadedModel:
-    """Returns the model that the options name; ``quiet`` is for weights that are meant to be random."""
+def load(args: Namespace) -> LoadedModel:
+    """Returns the model that the options name."""
     if args.timm:
-        return TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs), quiet)
+        if not (args.pretrained or args.checkpoint or args.verb == 'start'):
+            print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
+        return TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs))
     if args.hf:
         return HuggingFaceModel(args.hf)
     from ..mm import safe_loading  # noqa: F401
@@ -248,9 +250,8 @@ class TimmModel(LoadedModel):
         name (str): Its name in timm.
         checkpoint (str, optional): Its weights. Defaults to None.
         pretrained (bool): Whether to take timm's pretrained weights. Defaults to False. Without these and without a
-            checkpoint the weights are random, and a line on the standard error stream says so.
+            checkpoint the weights are random.
         settings (dict, optional): Of ``timm.create_model``, such as ``num_classes``.
-        quiet (bool): Whether to leave out that line. Defaults to False.
 
     Raises:
         FileNotFoundError: No such checkpoint.
@@ -263,7 +264,6 @@ class TimmModel(LoadedModel):
         checkpoint: Optional[str] = None,
         pretrained: bool = False,
         settings: Optional[Dict[str, Any]] = None,
-        quiet: bool = False,
     ) -> None:
         self.name, settings = name, settings or {}
         try:
@@ -285,8 +285,6 @@ class TimmModel(LoadedModel):
                     f'{checkpoint} does not fit {name}: {reason}; give the settings that it was trained with, such as '
                     '--model-kwargs num_classes=10 img_size=32, or another --timm'
                 ) from error
-        elif not pretrained and not quiet:
-            print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
         data = resolve_model_data_config(self.model)
         channels = settings.get('in_chans', data['input_size'][0])
         self.shape = (channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))
