@@ -97,7 +97,8 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
-    if not _ignores_content(layer):
+    # Attention by content without queries or keys yet has the same probabilities for all images.
+    if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
@@ -136,11 +137,6 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     fit = ConvFit(size, window.shifts(), coefficients, residual, bound.max().item())
     bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
-
-
-def _ignores_content(layer: Any) -> bool:
-    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
-    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
 
 
 def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Iterator[Tensor]:

@@ -41,10 +41,6 @@ class Computed:
     def in_channels(self) -> int:
         return self.weight.shape[1] * self.groups
 
-    @property
-    def out_channels(self) -> int:
-        return len(self.weight)
-
     def __call__(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C_in, *size)`` to the output."""
         window, own = self.window, (self.weight, self.bias)
@@ -181,7 +177,7 @@ def convolution_with(like: Computed) -> Convolution:
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
             "it pads both sides alike, or with stride 1 as padding='same'"
         )
-    arguments = like.in_channels, like.out_channels, window.kernel_size, window.stride
+    arguments = like.in_channels, len(like.weight), window.kernel_size, window.stride
     conv = kind(*arguments, device='meta', **options)
     conv.weight = nn.Parameter(like.weight)
     conv.bias = None if like.bias is None else nn.Parameter(like.bias)

@@ -273,7 +273,7 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
 
     The settings are those of :func:`check_settings`.
     """
-    arguments = plain.in_channels, plain.out_channels, math.prod(plain.window.kernel_size), plain.window
+    arguments = plain.in_channels, len(plain.weight), math.prod(plain.window.kernel_size), plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention
