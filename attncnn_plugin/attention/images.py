@@ -181,14 +181,14 @@ class ImageAttention(PrunableHeads):
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
 
     def get_extra_state(self) -> Tensor:
-        """Returns what the shapes do not say, see :attr:`settings`."""
+        """Returns :attr:`settings`, what the shapes do not say, as JSON in bytes."""
         return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`structure_in` has read it."""
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the number of heads in a state dict; of a convolution the layer takes all that it was built with."""
+        """Returns the number of heads in a state dict; for a convolution's, all that it was built with."""
         if _is_convolution(state_dict, prefix):
             return None if self.num_heads == self.built_heads else self.built_heads
         loaded = read_extra_state(state_dict, prefix)
@@ -344,7 +344,7 @@ class ContentImageAttention(ImageAttention):
         return self._output_images(heads, sizes)
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
-        """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
+        """Returns the tiles along each axis of an image of ``size``; None if the whole image is computed at once."""
         # The number of tiles would limit the sizes of an exported graph.
         if self.window_size is None or any(isinstance(pixels, torch.SymInt) for pixels in size):
             return None
@@ -494,7 +494,7 @@ class GroupedLinear(nn.Linear):
 
 
 def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Returns slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with their zeros, ``(N, C_out, C_in)``.
+    """Fills up slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with zeros, ``(N, C_out, C_in)``.
 
     Examples:
         >>> block_diagonal(torch.ones(2, 1, 1), groups=2)

@@ -93,7 +93,7 @@ def mhsa_to_conv(
 
 @torch.no_grad()
 def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> Tuple[Computed, ConvFit]:
-    """Returns what the convolution of :func:`mhsa_to_conv` with a window computes, and its fit.
+    """Finds the kernel of :func:`mhsa_to_conv` for a window; returns what its convolution computes, and the fit.
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
@@ -156,7 +156,7 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
 
 
 def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> Window:
-    """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
+    """Returns the window of a layer; for attention over a grid, the one that is asked for."""
     window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode

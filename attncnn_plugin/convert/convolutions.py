@@ -49,7 +49,7 @@ class Computed:
 
 @torch.no_grad()
 def computed(conv: Any) -> Computed:
-    """Returns what a convolution computes, of whatever class it is, as a run of it shows.
+    """Finds what a convolution of any class computes, by running it.
 
     A copy with random weights runs on small random images, in float64 on the CPU. Its outputs must be those of the
     window that the attributes describe, or of the same window padded to ⌈size/stride⌉ outputs (timm's ``Conv2dSame``),
@@ -99,7 +99,7 @@ def computed(conv: Any) -> Computed:
 
 
 def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a copy of a convolution whose parameters and buffers are what a function returns for its own."""
+    """Copies a convolution, and each of its parameters and buffers by a function."""
     known: Dict[int, Any] = {id(buffer): new(buffer) for buffer in conv.buffers()}
     for parameter in conv.parameters():
         known[id(parameter)] = own = nn.Parameter(new(parameter), requires_grad=parameter.requires_grad)
@@ -110,7 +110,7 @@ def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
 
 
 def moved_copy(x: Tensor, device: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a copy on a device, unless it has no values, and with a dtype, if it has floating numbers."""
+    """Copies a tensor to a device, unless it has no values, and to a dtype, if its numbers are floating-point."""
     dtype = dtype if x.is_floating_point() else x.dtype
     return x.detach().to(x.device if x.is_meta else device, dtype, copy=True)
 
@@ -137,7 +137,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _run(trial: Any, x: Tensor) -> Tuple[Any, Tensor, Optional[Tensor]]:
-    """Returns the output of a convolution in evaluation mode, and the weight and the bias that it was computed with."""
+    """Runs a convolution in evaluation mode; returns its output, and the weight and bias it was computed with."""
     for module in trial.modules():
         module.training = False
     try:
@@ -158,7 +158,7 @@ def _near(expected: Tensor, output: Any) -> bool:
 
 
 def convolution_with(like: Computed) -> Convolution:
-    """Returns a convolution of PyTorch, or timm's ``Conv2dSame``, that computes this, with these tensors.
+    """Builds the convolution of PyTorch, or timm's ``Conv2dSame``, that computes this, with these tensors.
 
     Raises:
         ValueError: No convolution has such a window.

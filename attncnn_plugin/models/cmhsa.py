@@ -213,7 +213,7 @@ class CMHSANetwork(TimmNetwork):
         return Change(tuple(changes), before, number_of_parameters(self), replaced)
 
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
-        """Returns random attention, of the dtype and on the device of a tensor."""
+        """Builds randomly initialized attention with the dtype and on the device of a tensor."""
         dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
         dim, num_heads = len(self.blocks[0].norm1.weight), len(self.head_dims)
         position = GridBias(num_heads, self.grid_size, null_key, **dd)
@@ -229,7 +229,7 @@ class CMHSANetwork(TimmNetwork):
         return attention
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the structure of each attention if a state dict has it, and this network the convolutions."""
+        """Returns the structures of attention in a state dict; None if it has none, or this network has some."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
         attention = self._new_attention(self.norm.weight.to('meta'), null_key=True)
