@@ -16,7 +16,7 @@ from .checkpoint_files import load_from_local
 from .convert.convolutions import computed
 from .convert.models import apply, in_words
 from .convert.pixels import OwnConvolution, check_settings, new_attention
-from .heads.sizes import RECORD, FewerHeads
+from .heads.sizes import RECORD, FewerHeads, note_in_configs
 
 HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema'  # of a state dict, in a checkpoint
 WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
@@ -63,7 +63,9 @@ def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str
         with undone([model, *(own for own in structures.values() if isinstance(own, nn.Module))]):
             apply(model, structures)
             try_loading(model, state_dict, strict)
-    return apply(model, structures)
+    change = apply(model, structures)
+    note_in_configs(model)
+    return change
 
 
 @torch.inference_mode(False)

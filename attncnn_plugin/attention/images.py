@@ -168,8 +168,8 @@ class ImageAttention(PrunableHeads):
         return super().__getattr__(name)
 
     def grid_of(self, x: Tensor) -> Tuple[int, ...]:
-        """Returns the size of images, height and width of ``(B, C, H, W)``."""
-        return tuple(x.shape[2:])
+        """Returns the size of images, height and width of ``(B, C, H, W)``, or of one image."""
+        return tuple(x.shape[-self.window.ndim :])
 
     def value_matrices(self) -> Tensor:
         if not isinstance(self.value, GroupedLinear):

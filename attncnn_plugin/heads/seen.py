@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..attention import AttentionLayer
 from ..attention.heads import PrunableHeads
-from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
+from ..attention.images import ContentImageAttention, GroupedLinear
 from ..attention.neighbourhoods import join_tiles
 from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision
@@ -303,7 +303,7 @@ class OwnAttention:
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:
         self.name, self.owner, self.x = name, owner, x
-        self.size = tuple(x.shape[-owner.window.ndim :] if isinstance(owner, ImageAttention) else x.shape[1:-1])
+        self.size = owner.grid_of(x)
 
     @property
     def places(self) -> Places:

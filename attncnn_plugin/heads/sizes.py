@@ -6,7 +6,7 @@ reads it, as it stands in the error of a loading that does not.
 """
 
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..change import resize
 from .forward import RewrittenForward
 
 RECORD = 'attncnn_follow_state_dict'
+NOTE = 'attncnn_plugin'  # in configurations of Hugging Face transformers
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
 OWN, TOKENS, VIEWS = 1, 2, 4
@@ -216,3 +217,13 @@ def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:
     """Returns the number of heads a module was built with, has now, and the way; None where it has lost none."""
     record = module._buffers.get(RECORD)
     return None if record is None else tuple(record.tolist())
+
+
+def note_in_configs(model: nn.Module) -> None:
+    """Has configurations of Hugging Face transformers, which ``save_pretrained`` writes, say what loads the model."""
+    modules: List[Any] = [own for own in model.modules() if hasattr(getattr(own, 'config', None), 'architectures')]
+    for module in modules:
+        vars(module.config).pop(NOTE, None)
+    for module in modules:
+        if any(RECORD in own._buffers for own in module.modules()):
+            setattr(module.config, NOTE, 'heads are pruned: load with attncnn_plugin.load_hugging_face(folder)')
