@@ -1,4 +1,4 @@
-"""The interface that all attention layers of the package share, for those who look at heads."""
+"""The interface of all attention layers: their scores, probabilities and values, head by head."""
 
 import copy
 import math

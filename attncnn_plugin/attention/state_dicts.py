@@ -1,4 +1,4 @@
-"""State dicts of another structure than the module that loads them, with fewer heads for instance."""
+"""Loading of state dicts whose structure differs from that of the module, such as fewer heads."""
 
 import json
 import warnings

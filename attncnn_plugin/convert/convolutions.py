@@ -1,4 +1,4 @@
-"""What convolutions of any class compute."""
+"""The kernel, the bias and the window by which a convolution of any class computes."""
 
 import copy
 import math

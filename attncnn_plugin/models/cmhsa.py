@@ -236,11 +236,14 @@ class CMHSANetwork(TimmNetwork):
         return [attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.') for i in range(len(self.blocks))]
 
     def take_structure(self, structure: Any) -> Change:
-        """Puts attention where the convolutions are; no network goes back."""
-        layers = [self._new_attention(self.norm.weight, null_key=True) for _ in structure]
+        """Puts attention where the convolutions are, all 0 until it is loaded; no network goes back."""
+        like = self.norm.weight
+        layers = [self._new_attention(like.to('meta'), null_key=True).to_empty(device=like.device) for _ in structure]
         for layer, own in zip(layers, structure):
             if own is not None:
                 layer.take_structure(own)
+            for parameter in layer.parameters():
+                parameter.data.zero_()
         return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
