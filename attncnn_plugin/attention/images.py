@@ -155,11 +155,15 @@ class ImageAttention(PrunableHeads):
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
     # What other code reads of a convolution.
-    padding_mode = property(operator.attrgetter('window.padding_mode'))
+    kernel_size, stride, dilation, padding_mode = (
+        property(operator.attrgetter(f'window.{name}'))
+        for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
+    )
+    padding = property(operator.attrgetter('window.padding_argument'))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ('kernel_size', 'stride', 'dilation', 'padding'):
-            return getattr(self.window, 'padding_argument' if name == 'padding' else name)
+        if name == 'padding':  # its property has raised AttributeError: this says why
+            return self.window.padding_argument
         if name in ('weight', 'bias'):
             raise AttributeError(
                 f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
