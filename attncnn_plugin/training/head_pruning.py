@@ -3,7 +3,6 @@
 import itertools
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..change import Change, all_or_nothing, check_not_distributed
+from ..heads.choice import Layers, chosen_by
 from ..heads.found import FoundHeads, Heads, find_entries
 from ..pruning import (
     head_costs,
@@ -24,14 +24,12 @@ from ..pruning import (
     prune_heads,
     replace_parameters,
 )
-from ..pruning.criteria import DegeneracyReport, DegenerateHead
-from ..pruning.degenerate import Size, check_criteria, heads_to_remove, observed_attention, report_of
+from ..pruning.criteria import DegeneracyReport, DegenerateHead, rules_of
+from ..pruning.degenerate import Size, heads_to_remove, measures_of, observed_attention, report_of
 from ..pruning.importance import Loss, check_amount, counting, normalized
 from ..pruning.means import HeadMeans, fold_into_bias, head_means, merge_duplicate, takes_duplicates
 from ..pruning.prune import check_prunable, example_run
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
-
-IMPORTANCE = 'importance'
 
 Costs = Tuple[float, Dict[str, Tensor]]
 Scores = Callable[[nn.Module, List[Any], Loss], Mapping[str, Tensor]]
@@ -81,7 +79,8 @@ class PruneHeads:
             :func:`~attncnn_plugin.pruning.head_importance`.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
             too, and go first. Defaults to none.
-        layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
+        layers (str | Iterable[str] | callable, optional): The layers to judge, as of
+            :func:`attncnn_plugin.attention_maps`. Defaults to ``'*'``.
         bias_correction (bool): Whether the mean output of a removed head is added to the bias of its layer, if that
             has one and there were images, and a duplicate's values to those of the head that it repeats. Defaults to
             True.
@@ -101,7 +100,7 @@ class PruneHeads:
         multiply_adds: Optional[float] = None,
         by: Optional[Scores] = None,
         criteria: Sequence = (),
-        layers: str = '*',
+        layers: Layers = '*',
         bias_correction: bool = True,
     ) -> None:
         self.epochs = check_epochs(f'epoch={epoch!r} of PruneHeads', epoch)
@@ -116,7 +115,7 @@ class PruneHeads:
             check_amount(**amount)
         self.batches, self.loss, self.by = batches, loss or loss_of_batch, by
         self.checked: Dict[str, Tuple[int, int]] = {}  # by layer, which module it is, and its number of heads
-        self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
+        self.criteria, self.chosen, self.bias_correction = list(criteria), layers, bias_correction
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
@@ -125,7 +124,8 @@ class PruneHeads:
         unknown = suppress(ValueError) if batch is None else nullcontext()  # what the model takes
         with random_numbers_kept(), torch.no_grad(), unknown:
             found = prunable_heads(model, batch, self.loss)
-        return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
+        chosen = chosen_by(self.chosen)
+        return {name: layer for name, layer in found.items() if chosen(name)}
 
     def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are; layers as before only once.
@@ -151,9 +151,9 @@ class PruneHeads:
             try:
                 layer.check_heads([0] if layer.num_heads > 1 else [], allow_empty=True)
                 if self.criteria:
-                    check_criteria(layer, self.criteria)
+                    rules_of(self.criteria, measures_of(layer))
             except TypeError as error:
-                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
+                raise TypeError(f'{name}: {error}; layers={self.chosen!r} can leave it out') from error
         if layers and 'keep' in self.amount:
             built = {name: torch.zeros(layer.built_heads, device='cpu') for name, layer in layers.items()}
             least_important(built, keep=self.amount['keep'])
@@ -196,7 +196,7 @@ class PruneHeads:
     def nothing(self) -> str:
         """Returns what a model has that has nothing to prune."""
         return (
-            f'no attention with layers={self.pattern!r} in the model, such as SAQuadratic or VisionTransformer: '
+            f'no attention with layers={self.chosen!r} in the model, such as SAQuadratic or VisionTransformer: '
             'there are no heads to prune'
         )
 
@@ -228,7 +228,7 @@ class PruneHeads:
                 costs = self._costs(model, batches[0], layers)
         device = next(model.parameters()).device
         _add_ranks(device, [part for own in means.values() for part in (own.total, own.count)])
-        _add_ranks(device, [part for own in observed.values() for part in own.sums])
+        _add_ranks(device, [part for own in observed.values() for part in own.sums.values()])
         count = torch.tensor(float(sum(images)), device='cpu')
         importance = {name: own * count for name, own in importance.items()}
         _add_ranks(device, [*importance.values(), count])
@@ -337,7 +337,7 @@ class PruneHeads:
         least = self._least_important(importance, costs)
         for name, known in reports.items():
             new = [
-                DegenerateHead(head, IMPORTANCE, value := float(importance[name][head]), f'importance {value:.3g}')
+                DegenerateHead(head, 'importance', value := float(importance[name][head]), f'importance {value:.3g}')
                 for head in least.get(name, ())
                 if head not in known.heads
             ]
