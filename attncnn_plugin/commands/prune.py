@@ -34,7 +34,7 @@ def run(args: Namespace) -> List[str]:
         heads = {name: own for name, own in found.items() if name in layers}
     else:
         heads = by_score(loaded, layers, args)
-    cost = lambda: None if image is None else pruning.head_costs(model, lambda: model(image))[0]  # noqa: E731
+    cost = lambda: None if image is None else pruning.count_multiply_adds(model, lambda: model(image))[0]  # noqa: E731
     before = cost()
     change = pruning.prune_heads(model, heads, image)
     after = cost()
