@@ -16,7 +16,6 @@ configs and tools import it.
 """
 
 import importlib
-import os
 import warnings
 
 from . import analysis, attention, convert, models, pruning, transformers, weights
@@ -54,11 +53,13 @@ def __getattr__(name: str):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-if has_mmpretrain() and os.environ.get('ATTNCNN_MMPRETRAIN') != '0':
-    _problem = import_problem()
-    if _problem is None:
-        from .mm.tools import config_problem
+if has_mmpretrain():
+    with warnings.catch_warnings():  # about parts of mmcv and setuptools that nothing here needs
+        warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated')
+        _problem = import_problem()
+        if _problem is None:
+            from .mm.tools import config_problem
 
-        _problem = config_problem()
+            _problem = config_problem()
     if _problem is not None:
         warnings.warn(_problem, stacklevel=2)

@@ -1,6 +1,6 @@
 """The command ``attncnn``, as ``python -m attncnn_plugin``."""
 
-from attncnn import main
+from .commands import main
 
 if __name__ == '__main__':
     main()

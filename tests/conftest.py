@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers.versions import new_hugging_face
 
+import attncnn
+
 # Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
@@ -22,7 +24,8 @@ hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, pr
 
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
-        'analysis/test_analyze_heads.py',
+        'commands/test_config_model.py',
+        'commands/test_of_configs.py',
         'mm',
         'models/test_backbones.py',
         'models/test_conv_to_attention.py',
@@ -30,7 +33,6 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'test_downstream.py',
         'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
-        'visualization/test_plot_attention.py',
     ]
 
 
@@ -103,6 +105,23 @@ def fresh():
 def repository():
     """The root of the repository."""
     return pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs ``attncnn`` in this process, with some arguments; gives its status, its output and its errors."""
+
+    def run_command(*words):
+        capsys.readouterr()
+        status = 0
+        try:
+            attncnn.main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
-from attncnn import setting
+from attncnn_plugin.commands import setting
 from attncnn_plugin.mm.tools import one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file

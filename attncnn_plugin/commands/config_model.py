@@ -9,7 +9,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 import mmcv
 import numpy as np
 from mmcv.transforms import LoadImageFromFile
-from mmengine.config import DictAction
+from mmengine.config import DictAction  # noqa: F401
 from mmengine.dataset import Compose
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import CheckpointLoader, Runner, load_state_dict
@@ -24,7 +24,7 @@ from ..mm.runner import HEAD_NUMBERS, training_loss
 from ..mm.tools import one_line, read_config
 from ..pruning.importance import Loss
 from ..structure import follow_state_dict
-from .model import BATCH_SIZE, LoadedModel, parsed, rgb_picture
+from .model import BATCH_SIZE, LoadedModel, rgb_picture
 
 
 class ConfigModel(LoadedModel):
@@ -36,7 +36,7 @@ class ConfigModel(LoadedModel):
     Args:
         path (str): The config.
         checkpoint (str): The checkpoint, which must fit the model in every key.
-        options (Sequence[str]): Overrides settings of the config, ``key=value``. Defaults to none.
+        options (dict, optional): Overrides settings of the config.
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
@@ -46,9 +46,9 @@ class ConfigModel(LoadedModel):
         entries (set[str]): The names of what the checkpoint holds.
     """
 
-    def __init__(self, path: str, checkpoint: str, options: Optional[Sequence[str]] = None) -> None:
+    def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
         self.name, self.config = path, read_config(path)
-        self.config.merge_from_dict(parsed(DictAction, options))
+        self.config.merge_from_dict(options or {})
         init_default_scope(self.config.get('default_scope') or 'mmpretrain')
         if self.config.get('data_preprocessor') is not None:  # as mmengine's runner does
             self.config.model.setdefault('data_preprocessor', self.config.data_preprocessor)

@@ -228,9 +228,9 @@ def load(args: Namespace, quiet: bool = False) -> LoadedModel:
     if args.hf:
         return HuggingFaceModel(args.hf)
     from ..mm import safe_loading  # noqa: F401
-    from .config_model import ConfigModel
+    from .config_model import ConfigModel, DictAction
 
-    return ConfigModel(*args.mm, args.cfg_options)
+    return ConfigModel(*args.mm, parsed(DictAction, args.cfg_options))
 
 
 def parsed(action: Any, pairs: Optional[Sequence[str]]) -> Dict[str, Any]:

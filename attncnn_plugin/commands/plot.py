@@ -5,8 +5,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, Dict, List
 
-from attncnn import OF_RUNS
-
 from ..analysis import mean_attention, read_centers
 from ..analysis.recorder import attention_layers
 from ..visualization import (
@@ -19,6 +17,7 @@ from ..visualization import (
     plot_metric,
     save_figure,
 )
+from . import OF_RUNS
 from .model import load, stacked
 
 METRICS = {'accuracy': 'accuracy/top1', 'loss': 'cross_entropy/mean'}

@@ -47,13 +47,11 @@ def run(args: Namespace) -> List[str]:
     loaded.save(args.out)
     for layer in change.layers if args.criterion != 'degenerate' else ():
         print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
-    size = f'{short(change.parameters_before)} → {short(change.parameters_after)} parameters'
-    if before and after:
-        size += f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})'
+    costs = f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})' if before else ''
     how = 'load_hugging_face' if args.hf else 'follow_state_dict'
     return [
-        f'{sum(map(len, heads.values()))} of {number} heads removed: {size}',
-        f'Saved {args.out}',
+        f'{sum(map(len, heads.values()))} of {number} heads removed{costs}',
+        f'Saved {args.out}, {short(change.parameters_after)} of {short(change.parameters_before)} parameters',
         f'Next: fine-tune it; attncnn_plugin.{how} loads it, and so do these commands',
     ]
 

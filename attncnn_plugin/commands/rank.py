@@ -24,8 +24,7 @@ def run(args: Namespace) -> List[str]:
     )
     rows = [['layer', 'head', 'importance', 'loss', 'accuracy']]
     for value, name, head in reversed(ranked):
-        of_accuracy = ablation.zero_accuracy[name]
-        accuracy = f'{of_accuracy[head]:+.1%}' if len(of_accuracy) else ''
+        accuracy = f'{ablation.zero_accuracy[name][head]:+.1%}' if name in ablation.zero_accuracy else ''
         rows.append([name, str(head), f'{value:.3f}', f'{ablation.zero_loss[name][head]:+.4f}', accuracy])
     whole = f'loss {ablation.loss:.4f}' + ('' if ablation.accuracy is None else f', accuracy {ablation.accuracy:.1%}')
     print(f'The model has {whole}; right is what {right}.', 'Without one head they change by:', '', sep='\n')
@@ -33,5 +32,5 @@ def run(args: Namespace) -> List[str]:
     return [
         f'{len(ranked)} heads; importance is relative to the other heads of the layer',
         f'Saved {args.out}',
-        'Next: attncnn prune --share 30% with the same model and images removes the last ones',
+        'Next: attncnn prune --share 30% with the same options removes the last ones',
     ]

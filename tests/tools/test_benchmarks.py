@@ -129,7 +129,7 @@ def cells_of_the_page(name):
     return {(row, column): cell for row, *cells in rows for column, cell in zip(columns, cells)}
 
 
-PAGE = ROOT / 'docs/benchmarks.md'
+PAGE = ROOT / 'docs/tables/benchmarks.md'
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ('cnns', 'original', 'pruning')]
 
 
@@ -213,7 +213,7 @@ def test_sentences_of_the_page():
     assert f'{min(separable):.0f} to {max(separable):.0f} times as fast' in page
     assert f'take up to {100 * max(dense) - 100:.0f}% longer' in page
     maps = [time for (row, column), time in times['maps'].items() if row.endswith('all maps') and column == 'time']
-    assert f'[{min(maps):.1f} to {max(maps):.1f} times](docs/benchmarks.md' in (ROOT / 'README.md').read_text()
+    assert f'[{min(maps):.1f} to {max(maps):.1f} times](docs/tables/benchmarks.md' in (ROOT / 'README.md').read_text()
     resnets = [100 * count - 100 for (row, _), count in counts['cnns'].items() if row.startswith('resnet')]
     text = f'costs {min(resnets):.0f} to {max(resnets):.0f}% more multiply-adds'
     assert text in ' '.join((ROOT / 'docs/cnn_to_attention.md').read_text().split())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How fast the models of this package are, and how much memory they take, against the original and other models.
 
-Prints a table for each group of measurements. docs/benchmarks.md has them, by --page, and says how they are made.
+Prints a table for each group of measurements. docs/tables/benchmarks.md, written by --page, says how they are made.
 """
 
 import argparse
