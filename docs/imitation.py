@@ -27,7 +27,9 @@ EVERY = 20  # steps from one picture to the next
 
 def walk() -> Tuple[np.ndarray, np.ndarray]:
     """Returns centres ``(T, 9, 2)`` and residual variances ``(T,)`` at every step of README's training."""
-    (block,) = re.findall(r'^```python$\n(.*?QuadraticAttention.*?)^```$', (DOCS.parent / 'README.md').read_text(), re.M | re.S)
+    (block,) = re.findall(
+        r'^```python$\n(.*?QuadraticAttention.*?)^```$', (DOCS.parent / 'README.md').read_text(), re.M | re.S
+    )
     centers: List[np.ndarray] = []
     losses: List[float] = []
     names: Any = {}
