@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.versions import new_hugging_face
 
-import attncnn
+from attncnn_plugin import commands
 
 # Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -52,10 +52,10 @@ def pytest_itemcollected(item):
         item.add_marker('slow')
 
 
-# Tests that remove heads of models of Hugging Face, or let them start as a convolution.
+# Tests that let models of Hugging Face start as a convolution, or know where heads have their maps.
 OF_NEW_HUGGING_FACE = re.compile(
-    r'(tests/(pruning|transformers)/|test_every_transformer|test_rollout_of_(other|layers)).*'
-    r'\[.*(transformers\.|Hugging F)|test_loaded_for_other|test_timm_inside|test_trainer_with_a_model_of_its'
+    r'(test_started_models|test_row_of_the_page|test_starts|test_every_transformer|test_costs_are_those_that_go'
+    r'|test_means_without_padding|test_rollout_of_other).*\[.*(transformers\.|Hugging F)'
 )
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
     if not new_hugging_face():
         for item in items:
             if OF_NEW_HUGGING_FACE.search(item.nodeid):
-                item.add_marker(pytest.mark.skip(reason='the heads of its models need transformers 5.20 or newer'))
+                item.add_marker(pytest.mark.skip(reason='it needs transformers 5.20 or newer'))
     if config.option.slow:
         return
     slow = [item for item in items if item.get_closest_marker('slow')]
@@ -115,7 +115,7 @@ def command(capsys):
         capsys.readouterr()
         status = 0
         try:
-            attncnn.main([str(word) for word in words])
+            commands.main([str(word) for word in words])
         except SystemExit as end:
             status = end.code
         captured = capsys.readouterr()

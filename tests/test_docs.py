@@ -17,7 +17,7 @@ import pytest
 import timm
 import torch
 
-import attncnn
+from attncnn_plugin.commands import parse_args
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for folder in ('', 'docs/', 'docs/gallery/', 'docs/tables/') for page in ROOT.glob(f'{folder}*.md'))
@@ -61,7 +61,7 @@ def is_mmpretrains(block):
 def test_python_runs(page, monkeypatch, tmp_path, request, capsys):
     """And prints what ``OUTPUT`` right below a block says, up to spaces at the ends of lines; ``...`` is anything."""
     monkeypatch.chdir(tmp_path)
-    names, text = {}, page.read_text()
+    names, text = {'__name__': '__main__'}, page.read_text()
     programs = [found for found in PROGRAM.findall(text) if is_program(found[0])]
     assert sum(bool(output) for _, output in programs) == text.count(OUTPUT), 'an output without its Python'
     for block, output in programs:
@@ -115,7 +115,7 @@ def test_commands_name_what_exists(page, tmp_path, monkeypatch):
             assert f"'{option}'" in source, words
         if words[:1] == ['attncnn']:
             monkeypatch.chdir(tmp_path)
-            attncnn.parse_args(words[1:])
+            parse_args(words[1:])
 
 
 def test_every_tool_is_listed():

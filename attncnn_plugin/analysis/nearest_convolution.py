@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.window import same_window
-from ..convert.expressible import Expressibility, expressible_shifts_of_maps
-from ..convert.shift_operators import fit_shifts, interior_queries, targets
+from ..convert.expressible import Expressibility, expressible_shifts_of_maps, fit_shifts, interior_queries, targets
 from .shift_statistics import ShiftMaps
 
 KERNEL_SIZES = (3, 5)
