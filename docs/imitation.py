@@ -12,16 +12,16 @@ from typing import Any, List, Tuple
 
 import matplotlib
 import numpy as np
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from attncnn_plugin.visualization import style
 
 DOCS = Path(__file__).parent
 THEMES = {'light': ('#1F2328', '#FFFFFF'), 'dark': ('#D1D7E0', '#0D1117')}  # ink and paper of GitHub
-OF_INK = 'text.color axes.labelcolor axes.titlecolor axes.edgecolor xtick.color ytick.color'.split()
+OF_INK = ['text.color', 'axes.labelcolor', 'axes.titlecolor', 'axes.edgecolor', 'xtick.color', 'ytick.color']
 EVERY = 20  # steps from one picture to the next
 
 
