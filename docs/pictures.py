@@ -105,7 +105,9 @@ def nine_heads() -> Figure:
 def two_phases() -> Figure:
     """The two phases on a time line, with the accuracy of a training and heads of its last block."""
     runs = json.loads((DOCS / 'tables/two-phases.json').read_text())
-    run, alone = [run for name in ('both phases', 'convolution') for run in runs if (run['label'], run['seed']) == (name, 0)]
+    run, alone = [
+        run for name in ('both phases', 'convolution') for run in runs if (run['label'], run['seed']) == (name, 0)
+    ]
     epochs, accuracy = np.array(run['curves']['accuracy/top1']).T
     change, end = run['config']['custom_hooks'][0]['epoch'], epochs[-1]
     figure, ratio = Figure(figsize=(9.6, 4.2)), 9.6 / 4.2

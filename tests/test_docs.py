@@ -7,6 +7,7 @@ import inspect
 import json
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image, ImageChops, ImageStat
 
 from attncnn_plugin.commands import parse_args
 
@@ -499,3 +501,27 @@ def test_public_functions_have_examples(folder):
     functions = {name: function for name, function in functions.items() if inspect.isfunction(function)}
     assert functions
     assert [name for name, function in functions.items() if '>>>' not in function.__doc__] == []
+
+
+@pytest.fixture(scope='module')
+def imitation():
+    pytest.importorskip('matplotlib')
+    return runpy.run_path(str(ROOT / 'docs/imitation.py'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(4))
+def test_nine_heads_of_the_readme_walk_into_the_kernel(seed, imitation, tmp_path):
+    """With each of the seeds; the moving picture ends with what seed 0 comes to."""
+    centers, losses, heads = imitation['walk'](seed)
+    assert abs(centers[0]).max() > 3 and abs(centers[-1]).max() < 1
+    assert losses[0] > 0.5 and losses[-1] < 2e-4 and heads.worst < 0.02
+    if seed == 0:
+        imitation['save'](centers, losses, tmp_path)
+        for theme in ('light', 'dark'):
+            then, now = (Image.open(folder / f'imitation_{theme}.gif') for folder in (ROOT / 'docs/images', tmp_path))
+            assert then.n_frames == now.n_frames and (ROOT / then.filename).stat().st_size < 1e5
+            for frame in (0, 10, then.n_frames - 1):
+                then.seek(frame), now.seek(frame)
+                off = ImageChops.difference(then.convert('RGB'), now.convert('RGB'))
+                assert sum(ImageStat.Stat(off).mean) < 3, (theme, frame)  # of 255: other processors round otherwise
