@@ -105,7 +105,7 @@ def _drawn(module: Any, bias: Tensor) -> bool:
 def position_embedding(network: Transformer, patches: int) -> Tensor:
     """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them."""
     embedding, prefix = network.position, network.num_prefix_tokens
-    shape = () if embedding is None else tuple(embedding.shape)
+    shape = tuple(getattr(embedding, 'shape', ()))
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
         raise ValueError(
             f'{network.layout.position}={shown(embedding)} of a {network.kind} must be a parameter of shape '

@@ -73,7 +73,7 @@ class Transformer:
         self.name, self.module, self.layout, self.kind = name, module, layout, type(module).__name__
         self.embed, self.rope = part_of(module, layout.patches), part_of(module, layout.rope)
         position, *tokens = (part_of(module, own) for own in (layout.position, *layout.tokens))
-        self.position = position if isinstance(position, nn.Parameter) else None
+        self.position: Any = position if isinstance(position, nn.Parameter) else None
         self.tokens = [token for token in tokens if isinstance(token, nn.Parameter)]
         numbers = (getattr(module, own, None) for own in ('num_prefix_tokens', 'num_extra_tokens'))  # timm, mmpretrain
         number = next((own for own in numbers if own is not None), None)
