@@ -8,11 +8,12 @@ import re
 import runpy
 import sys
 
-import attncnn
 import hypothesis
 import pytest
 import torch
 from helpers.versions import new_hugging_face
+
+from attncnn_plugin import commands
 
 # Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -114,7 +115,7 @@ def command(capsys):
         capsys.readouterr()
         status = 0
         try:
-            attncnn.main([str(word) for word in words])
+            commands.main([str(word) for word in words])
         except SystemExit as end:
             status = end.code
         captured = capsys.readouterr()

@@ -12,11 +12,12 @@ import subprocess
 import sys
 from statistics import mean
 
-import attncnn
 import numpy as np
 import pytest
 import timm
 import torch
+
+from attncnn_plugin.commands import parse_args
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for folder in ('', 'docs/', 'docs/gallery/', 'docs/tables/') for page in ROOT.glob(f'{folder}*.md'))
@@ -114,7 +115,7 @@ def test_commands_name_what_exists(page, tmp_path, monkeypatch):
             assert f"'{option}'" in source, words
         if words[:1] == ['attncnn']:
             monkeypatch.chdir(tmp_path)
-            attncnn.parse_args(words[1:])
+            parse_args(words[1:])
 
 
 def test_every_tool_is_listed():

@@ -49,7 +49,7 @@ def test_tutorial_runs(page, monkeypatch, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     command = tmp_path / 'bin/attncnn'  # of this checkout
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/attncnn.py "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m attncnn_plugin "$@"\n')
     command.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('PATH', f'{command.parent}:{Path(sys.executable).parent}', prepend=':')

@@ -10,10 +10,11 @@ import textwrap
 import zipfile
 from pathlib import Path
 
-import attncnn
 import pytest
 from helpers.images import write_images
 from PIL import Image
+
+from attncnn_plugin import commands
 
 USER_CONFIG = """
 _base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')
@@ -45,7 +46,7 @@ CHECK = textwrap.dedent("""
     timm.create_model(name, pretrained=True)
     config = [str(where / '.mim/configs/pretrained/sa_quadratic_small.py'), 'attncnn://' + name]
     for out, words in (('timm', ['--timm', name, '--pretrained']), ('mm', ['--mm', *config])):
-        attncnn.main(['explore', *words, '--images', image, '--out', out + '.html'])
+        commands.main(['explore', *words, '--images', image, '--out', out + '.html'])
         assert pathlib.Path(out + '.html').stat().st_size > 1e5
     small = ['train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=20']
     sys.argv = ['train.py', 'sa_quadratic_digits.py', '--launcher', 'none', '--cfg-options', *small]  # as mim does
@@ -114,15 +115,15 @@ def test_installed(kind, environment, source, wheel, tmp_path):
 RUN = textwrap.dedent("""
     import sys, warnings
     from pathlib import Path
-    import attncnn
+    from attncnn_plugin import commands
 
-    assert Path(attncnn.__file__).is_relative_to(sys.argv[1])
+    assert Path(commands.__file__).is_relative_to(sys.argv[1])
     warnings.simplefilter('ignore')
     for line in sys.stdin.read().splitlines():
         for out in ('less.pth', 'pruned.pth', 'attention.pth', 'start.pth'):
             Path(out).unlink(missing_ok=True)
         print(line, flush=True)
-        attncnn.main(line.split('\\t'))
+        commands.main(line.split('\\t'))
     assert not {'mmengine', 'mmpretrain'} & set(sys.modules)
 """)
 
@@ -149,7 +150,7 @@ def test_commands_of_the_documentation(environment, wheel, tmp_path, repository)
 
         size = dict(hidden_size=24, num_attention_heads=3, intermediate_size=24, image_size=32, patch_size=8)
         ViTForImageClassification(ViTConfig(**size, num_labels=10)).save_pretrained(tmp_path / 'vit_folder')
-    assert {words[0] for words in lines} == set(attncnn.VERBS)
+    assert {words[0] for words in lines} == set(commands.VERBS)
     variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     folder = dict(cwd=tmp_path, env=variables)
     said = run(environment / 'bin/python', '-c', RUN, environment, input='\n'.join(map('\t'.join, lines)), **folder)

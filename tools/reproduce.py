@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, Set
@@ -92,10 +91,7 @@ def main() -> None:
 
 def reproduce(args: argparse.Namespace) -> None:
     """Does what the options say."""
-    table = TABLES[args.table]
-    if args.smoke:
-        rows = {label: replace(row, seeds=(0,), images=None) for label, row in table.rows.items()}
-        table = replace(table, images=200, epochs=2, rows=rows)
+    table = TABLES[args.table].smoke() if args.smoke else TABLES[args.table]
     runs = runs_of(table, args)
     wanted = chosen(runs, args)
     for run in [run for run in runs if run in wanted or run.result is not None]:

@@ -31,6 +31,11 @@ class Expressibility:
             expressed.
         residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
+        error (float): Relative error of the attention that comes nearest to a random kernel, whose weights have
+            variance 1: the root of the mean of ‖Σ_δ w_δ E_δ‖² over that of ‖Σ_δ w_δ S_δ‖², where E_δ is what the span
+            leaves of S_δ. With N_h heads it is at least √(1 − N_h/K) for K positions.
+        worst (float): The largest relative error over all kernels, 1 with fewer heads than positions. The heads span
+            every kernel to this error.
         rank (int): Rank of the heads' maps over all chosen queries at once.
         tolerance (float): Residual up to which a shift is expressible.
     """
@@ -39,14 +44,17 @@ class Expressibility:
     expressible: List[Tuple[int, int]]
     missing: List[Tuple[int, int]]
     residual: List[float]
+    error: float
+    worst: float
     rank: int
     tolerance: float
 
     def __str__(self) -> str:
-        rows, columns = self.kernel_size
-        count = f'{len(self.expressible)} of {len(self.residual)} shifts of {rows}x{columns} can be expressed'
-        missing = f'; missing: {", ".join(map(str, self.missing))}' if self.missing else ''
-        return f'{count}{missing}'
+        random, every = (f'{100 * error if error > self.tolerance else 0:.3g}%' for error in (self.error, self.worst))
+        words = f'the heads span a random {"x".join(map(str, self.kernel_size))} kernel to within {random}, '
+        words += f'every one to within {every}'
+        named = ', '.join(map(str, self.expressible)) if self.missing else ''
+        return f'{words}; exactly the shifts {named}' if named else words
 
 
 @torch.no_grad()
@@ -83,8 +91,11 @@ def expressible_shifts(
         >>> layer = QuadraticAttention(dim=2, num_heads=5)
         >>> layer.encoding.center.data = torch.tensor([[-1.0, 0.0], [0.0, -1.0], [0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> layer.encoding.sqrt_precision.data = torch.full((5,), 40.0)  # hard heads
-        >>> expressible_shifts(layer, 3, size=(6, 8), queries='interior').missing
+        >>> found = expressible_shifts(layer, 3, size=(6, 8), queries='interior')
+        >>> found.missing
         [(-1, -1), (-1, 1), (1, -1), (1, 1)]
+        >>> print(str(found).split(';')[0])  # of a random kernel, √(4/9) is left
+        the heads span a random 3x3 kernel to within 66.7%, every one to within 100%
     """
     check_position_only(layer)
     size, own = per_axis('size', size, 2), layer.window or same_window((1, 1))
@@ -118,13 +129,16 @@ def expressible_shifts_of_maps(
     probs, target = probs.double(), targets(window, size)
     maps, shifts = _triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     norms = maps.norm(dim=0)
-    left, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
-    span = left[:, singular > tolerance * singular[:1]]  # a head can see only padding
-    # ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
-    residual = (shifts - span @ (span.T @ shifts)).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)
+    basis, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
+    span = basis[:, singular > tolerance * singular[:1]]  # a head can see only padding
+    # The S_δ are orthogonal. ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
+    lengths, left = shifts.norm(dim=0), shifts - span @ (span.T @ shifts)
+    error, left = (left.norm() / lengths.norm()).item(), left / lengths.clamp_min(1)
+    worst, residual = torch.linalg.matrix_norm(left, 2).item(), left.norm(dim=0)
     near = residual <= tolerance
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
-    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), span.shape[1], tolerance)
+    rank = span.shape[1]
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), error, worst, rank, tolerance)
 
 
 def _triangle(probs: Tensor, target: Tensor, queries: Tensor) -> Tensor:

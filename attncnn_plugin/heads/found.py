@@ -253,7 +253,7 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
     while left:
         chosen: Dict[str, FoundHeads] = {}  # those with nothing in common
         for own, near in left:
-            if not any(_is_in(near, other) or _is_in(other, near) for other in chosen):
+            if not any(is_in(near, other) or is_in(other, near) for other in chosen):
                 chosen[near] = own
         left = [(own, near) for own, near in left if chosen.get(near) is not own]
         with undone(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
@@ -279,7 +279,8 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
                 own.owners = {}
 
 
-def _is_in(name: str, other: str) -> bool:
+def is_in(name: str, other: str) -> bool:
+    """Says whether a module is another or inside of it, by their names."""
     return not other or f'{name}.'.startswith(f'{other}.')
 
 

@@ -8,6 +8,7 @@ important heads go is said by a threshold, by a number to keep, or by a share of
 import itertools
 from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,7 +22,7 @@ from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..change import held_by
 from ..heads.choice import Layers, chosen_by
-from ..heads.found import seen_heads
+from ..heads.found import FoundHeads, find_entries, is_in, seen_heads
 from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
@@ -189,15 +190,46 @@ def plain_products() -> Iterator[None]:
 
 
 @torch.no_grad()
-def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
-    """Counts the multiply-adds of a model, and those of each of its heads.
-
-    It counts products of matrices and convolutions. Those of attention are in proportion to its heads (nearly so in
-    Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
+def count_multiply_adds(
+    model: nn.Module, run: Callable[[], Any], modules: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Tuple[int, Dict[str, int]]:
+    """Counts the multiply-adds of a model in products of matrices and convolutions.
 
     Args:
         model (nn.Module): The model, in evaluation mode.
         run (Callable): Calls it or a part of it, for instance ``lambda: model(images)``.
+        modules (Mapping[str, Sequence[str]]): By any name, those of some modules. Defaults to none.
+
+    Returns:
+        tuple[int, dict[str, int]]: Those of the whole model, and by these names those of the modules together.
+    """
+    counter = FlopCounterMode(display=False)
+    flops = dict.fromkeys(modules, 0)
+
+    def count(name: str, sign: int) -> None:
+        flops[name] += sign * counter.get_total_flops()
+
+    with ExitStack() as stack:
+        for parameter in [own for own in model.parameters() if own.requires_grad]:
+            stack.callback(parameter.requires_grad_)
+            parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
+        for name, path in [(name, path) for name, paths in modules.items() for path in paths]:
+            module = model.get_submodule(path)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
+            stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
+        with counter, plain_products():
+            run()
+    return counter.get_total_flops() // 2, {name: own // 2 for name, own in flops.items()}
+
+
+def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
+    """Counts the multiply-adds of a model, and those of each of its heads.
+
+    Those of attention, and of maps beside its module with entries of its heads, are in proportion to these (nearly so
+    in Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
+
+    Args:
+        model, run: As of :func:`count_multiply_adds`.
 
     Returns:
         tuple[int, dict[str, Tensor]]: Those of the whole model, and by the name of the layer those of its heads,
@@ -211,23 +243,13 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         >>> costs['blocks.0.attn'][0].item() == tokens * width * (4 * 192 + 2 * tokens)
         True
     """
-    counter = FlopCounterMode(display=False)
     layers = seen_heads(model, run)
-    flops = dict.fromkeys(layers, 0)
-
-    def count(name: str, sign: int) -> None:
-        flops[name] += sign * counter.get_total_flops()
-
-    with ExitStack() as stack:
-        for parameter in [own for own in model.parameters() if own.requires_grad]:
-            stack.callback(parameter.requires_grad_)
-            parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
-        for name in layers:
-            module = model.get_submodule(name)
-            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
-            stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
-        with counter, plain_products():
-            run()
+    find_entries(model, [layer for layer in layers.values() if isinstance(layer, FoundHeads)], run)
+    modules = {}
+    for name, layer in layers.items():
+        paths = {own.rpartition('.')[0] for own in getattr(layer, 'owners', ())}
+        modules[name] = [name, *(own for own in paths if not is_in(own, name) and not is_in(name, own))]
+    total, of_layers = count_multiply_adds(model, run, modules)
     costs = {}
     for name, layer in layers.items():
         weights = torch.ones(layer.num_heads, dtype=torch.float64, device='cpu')
@@ -237,8 +259,8 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
                 weights[head] = sum(
                     len(index) * layer.get_parameter(part).select(dim, 0).numel() for part, (dim, index) in entries
                 )
-        costs[name] = flops[name] / 2 * weights / weights.sum()
-    return counter.get_total_flops() // 2, costs
+        costs[name] = of_layers[name] * weights / weights.sum()
+    return total, costs
 
 
 def least_important(

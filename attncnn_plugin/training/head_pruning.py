@@ -115,6 +115,7 @@ class PruneHeads:
         if self.amount:
             check_amount(**amount)
         self.batches, self.loss, self.by = batches, loss or loss_of_batch, by
+        self.checked: Dict[str, Tuple[int, int]] = {}  # by layer, which module it is, and its number of heads
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
@@ -127,7 +128,7 @@ class PruneHeads:
         return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
 
     def check(self, model: nn.Module) -> None:
-        """Refuses criteria and layers that do not go together, whatever the weights are.
+        """Refuses criteria and layers that do not go together, whatever the weights are; layers as before only once.
 
         Where multiply-adds are a criterion, it counts them on the first batch.
 
@@ -140,6 +141,9 @@ class PruneHeads:
         check_not_distributed(model, nn.DataParallel)
         batches = self._some(None, 1)
         layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
+        known = {name: (id(model.get_submodule(name)), layer.num_heads) for name, layer in layers.items()}
+        if known == self.checked:
+            return
         self._find(model, layers, *batches)
         for name, layer in layers.items():
             if layer.num_heads > 1:  # the last one stays
@@ -158,6 +162,7 @@ class PruneHeads:
                 for batch in batches:
                     costs = self._costs(model, batch, layers)
                     self._least_important({name: torch.zeros_like(own) for name, own in costs[1].items()}, costs)
+        self.checked = known
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.payload import Payload
-from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_on_ranks, write_configs
+from helpers.processes import assert_equal, rates, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -219,7 +219,7 @@ def test_checkpoints_load_everywhere(whole_of, folder, repository, tmp_path, mod
 
 def converter(config, checkpoint, out, *options, folder, **kwargs):
     words = 'convert', '--mm', config, checkpoint, '--out', out, *options
-    return run('python', REPOSITORY / 'attncnn.py', *words, folder=folder, **kwargs)
+    return run('python', '-m', 'attncnn_plugin', *words, folder=folder, **kwargs)
 
 
 @pytest.mark.parametrize('kind, size, tolerance', [('CMHSA', 32, 1e-5), ('CNN', 8, 0.02)])
@@ -266,7 +266,7 @@ def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
 def pruned(kind, start, options, folder, **kwargs):
     (folder / 'pruned.pth').unlink(missing_ok=True)
     words = 'prune', '--mm', folder / f'{kind}8.py', start, '--out', folder / 'pruned.pth', *options
-    return run('python', REPOSITORY / 'attncnn.py', *words, folder=folder, **kwargs)
+    return run('python', '-m', 'attncnn_plugin', *words, folder=folder, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_transformer_pruned_without_a_training(options, heads, whole_of, folder)
 def test_ranked_by_the_images_of_the_training(whole_of, folder):
     checkpoint, out = whole_of('VisionTransformer') / 'epoch_1.pth', folder / 'heads.png'
     words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '8', '--out', out
-    log = run('python', REPOSITORY / 'attncnn.py', *words, folder=folder)
+    log = run('python', '-m', 'attncnn_plugin', *words, folder=folder)
     assert log.count('backbone.layers.1.attn') == 4 and 'right is what its training has' in log and out.is_file()
 
 
@@ -357,7 +357,7 @@ def test_a_resnet_with_attention(options, resnet, repository, tmp_path):
     log = run('python', tool, 'analysis_tools/confusion_matrix.py', *resnet, folder=tmp_path)
     assert 'do not match' not in log and 'confusion_matrix' in log
     scale = ('--cfg-options', 'test_dataloader.dataset.pipeline.0.scale=64')
-    log = run('python', repository / 'attncnn.py', 'report', '--mm', *resnet, *scale, folder=tmp_path)
+    log = run('python', '-m', 'attncnn_plugin', 'report', '--mm', *resnet, *scale, folder=tmp_path)
     assert 'layer4.1.conv2' in log
 
 

@@ -10,7 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.heads.found import FoundHeads
-from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
+from attncnn_plugin.pruning import (
+    count_multiply_adds,
+    head_costs,
+    head_importance,
+    least_important,
+    prunable_heads,
+    prune_heads,
+)
 from attncnn_plugin.pruning.degenerate import ObservedAttention, observed_attention, report_of
 from attncnn_plugin.training import PruneHeads
 
@@ -35,6 +42,12 @@ def by_differences(model, images, labels, step=1e-4):
                     output.weight.copy_(whole)
                 found[name][head] += abs(losses[0] - losses[1]) / (2 * step) / len(images)
     return found
+
+
+def small_bert():
+    transformers = pytest.importorskip('transformers')
+    sizes = dict(hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
+    return transformers.BertModel(transformers.BertConfig(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -167,24 +180,28 @@ def test_costs_with_tables_that_are_parameters(frozen):
         'torchvision.VisionTransformer',
         'torchvision.SwinTransformer',
         *OF_HUGGING_FACE,
+        'BertModel',
     ],
 )
 def test_costs_are_those_that_go(name):
     """As PyTorch counts them with gradients, where it computes attention by products; so is what is left."""
     even = dict(num_heads=4) if name == 'torchvision.VisionTransformer' else {}  # which PyTorch has a fused kernel for
-    model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
+    if name == 'BertModel':  # whose map of outputs is beside its attention
+        model, images = small_bert().eval(), torch.randint(50, (1, 7))
+    else:
+        model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
 
     def check():
         total, costs = head_costs(model, lambda: model(images))
         kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with FlopCounterMode(display=False) as counter, kernel:
             model(images)
-        assert total == counter.get_total_flops() // 2
+        assert total == counter.get_total_flops() // 2 == count_multiply_adds(model, lambda: model(images))[0]
         return total, costs
 
-    for layer in prunable_heads(model):
+    for layer in prunable_heads(model, images):
         before, costs = check()
-        change = prune_heads(model, {layer: [1]})
+        change = prune_heads(model, {layer: [1]}, images)
         assert change.parameters_after == sum(own.numel() for own in model.parameters()) < change.parameters_before
         assert before - check()[0] == costs[layer][1]
 

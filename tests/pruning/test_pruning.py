@@ -347,7 +347,7 @@ def test_means_without_queries_that_fill_up_a_tile(size, groups):
     probs = layer.attention_scores(images).softmax(-1)[..., :-1]
     heads = (probs @ images.flatten(2).mT[:, None]).mean(2)  # (B, N_h, C)
     expected = (heads.sum(0) + heads[0]) / 4
-    assert int(means.count) == 4 * size[0] * size[1] and means.size == size
+    assert int(means.count) == 4 * size[0] * size[1] and layer.grid_of(images[0]) == size
     torch.testing.assert_close(torch.stack(means.mean), expected)
 
 

@@ -124,6 +124,19 @@ def test_sizes():
     assert numbers['sa_quadratic'] == quadratic and abs(numbers['resnet'] / quadratic - 1) < 0.01
 
 
+@pytest.mark.parametrize('name', list(TABLES))
+def test_the_page_of_a_smoke_run_says_so(name, tmp_path):
+    """Its title, and no answer that other trainings gave."""
+    table = TABLES[name].smoke()
+    runs = reproduce.runs_of(table, argparse.Namespace(out=tmp_path))
+    assert {(run.label, run.images, run.seed) for run in runs} == {(label, 200, 0) for label in TABLES[name].rows}
+    assert max(run.epochs for run in runs) <= 5
+    write_page(tmp_path, name, table, runs, 'digits')
+    text = (tmp_path / f'{name}.md').read_text()
+    assert text.startswith(f'# Smoke run: {TABLES[name].title}\n') and 'accuracies say nothing' in text
+    assert 'answer' not in text and 'CIFAR' not in text
+
+
 @pytest.mark.parametrize('path', sorted(TABLES_OF_DOCS.glob('*.json')), ids=lambda path: path.stem)
 def test_the_pages_of_the_documentation(path, tmp_path):
     """They are what the tool writes from the results beside them, byte by byte."""
@@ -551,6 +564,7 @@ def test_smoke(name, rows, tmp_path):
     options = ['--smoke', '--test-images', 50, '--out', tmp_path]
     run('python', TOOL, name, *options, '--models', *rows, folder=tmp_path)
     lines = (tmp_path / f'{name}.md').read_text().splitlines()
+    assert lines[0] == f'# Smoke run: {TABLES[name].title}'
     assert [
         row for row in rows if not any(line.startswith(f'| {row} | ') and 'missing' not in line for line in lines)
     ] == []

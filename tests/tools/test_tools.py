@@ -10,7 +10,7 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
-from helpers.processes import run
+from helpers.processes import REPOSITORY, run
 from mmengine.config import Config
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
@@ -30,20 +30,19 @@ def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
 @pytest.mark.parametrize(
     'words, config, arguments',
     [
-        (['tools/test.py'], 'sa_quadratic_digits', ['--work-dir', 'out']),
-        (['attncnn.py', 'plot', '--mm'], 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
-        (['attncnn.py', 'explore', '--mm'], 'sa_quadratic_digits', ['--images', '3', '--out', 'out.html']),
-        (['attncnn.py', 'prune', '--mm'], 'sa_quadratic_digits', ['--out', 'out.pth', '--heads', '{0: [1]}']),
-        (['attncnn.py', 'convert', '--mm'], 'cmhsa3_digits', ['--out', 'out.pth']),
+        ([REPOSITORY / 'tools/test.py'], 'sa_quadratic_digits', ['--work-dir', 'out']),
+        (['-m', 'attncnn_plugin', 'plot', '--mm'], 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
+        (['-m', 'attncnn_plugin', 'explore', '--mm'], 'sa_quadratic_digits', ['--images', '3', '--out', 'out.html']),
+        (['-m', 'attncnn_plugin', 'prune', '--mm'], 'sa_quadratic_digits', ['--out', 'out.pth', '--heads', '{0: [1]}']),
+        (['-m', 'attncnn_plugin', 'convert', '--mm'], 'cmhsa3_digits', ['--out', 'out.pth']),
     ],
 )
 def test_tools_import_what_they_need(words, config, arguments, repository, tmp_path):
     """In a process that has not imported the plugin."""
     config = repository / f'configs/{config}.py'
     torch.save(dict(state_dict=mmpretrain.get_model(str(config)).state_dict(), meta={}), tmp_path / 'model.pth')
-    tool, *verb = words
     arguments = [tmp_path / word if word.startswith('out') else word for word in arguments]
-    run(sys.executable, repository / tool, *verb, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
+    run(sys.executable, *words, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
     assert list(tmp_path.glob('out*'))
 
 

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from helpers.plain_digits import digits
-from helpers.processes import REPOSITORY, run
+from helpers.processes import run
 from PIL import Image
 
 from attncnn_plugin.pruning import prune_heads
@@ -67,7 +67,7 @@ def test_both_phases(folder, tmp_path):
 def test_a_start_as_a_convolution(folder, tmp_path):
     name, kwargs, start = 'vit_tiny_patch16_224', [*NETWORK, 'num_classes=10', 'in_chans=1'], tmp_path / 'new/start.pth'
     words = 'start', '--timm', name, '--out', start, '--model-kwargs', *kwargs
-    said = run('python', REPOSITORY / 'attncnn.py', *words, folder=tmp_path)
+    said = run('python', '-m', 'attncnn_plugin', *words, folder=tmp_path)
     assert 'blocks.1.attn' in said and f'Saved {start}' in said
     _, frozen = train(folder, tmp_path / 'frozen', name, NETWORK, '--initial-checkpoint', start, rate=1e-30)
     for key, value in weights(frozen / 'last.pth.tar').items():
