@@ -173,7 +173,7 @@ class PositionChannels:
     def hold_constant(self) -> None:
         """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias."""
         if self.patches.bias is None:
-            raise ValueError(f'the patch embedding of {self.network.kind} has no bias, which rotations need')
+            raise ValueError(f'the patch embedding of {self.network.kind} has no bias: rotations need it')
         self.patches.bias.data += (self.norm * self.directions[:, 0]).to(self.patches.bias)
 
     def in_turn(self, images: Tensor, set_heads: Callable[[Attention, Tensor], None]) -> None:
