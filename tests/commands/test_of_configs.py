@@ -57,7 +57,7 @@ def done(command):
 
 def test_report_by_position(done, folder):
     said = done('report', *MODELS_OF['quadratic'], '--json', 'new/quadratic.json')
-    assert 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads: ' in said and 'Saved new/quadratic.json' in said
+    assert 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads\n' in said and 'Saved new/quadratic.json' in said
     loaded = check_schema((folder / 'new/quadratic.json').read_text())
     assert (loaded['model'], loaded['checkpoint'], loaded['num_images']) == ('quadratic.py', 'quadratic.pth', 0)
     model = small_timm('sa_quadratic_cifar', in_chans=1, checkpoint_path='quadratic.pth')
@@ -85,7 +85,7 @@ def test_report_of_content(done, folder):
 def test_report_of_a_transformer_of_mmpretrain(done, folder):
     """L21's rivals: patches to patches, without the class token."""
     said = done('report', *MODELS_OF['vit_base'], '--images', 'images', '--json', 'vit_base.json')
-    assert 'backbone.layers.1.attn: mean over 4 images, 14x14 tokens, 2 heads: ' in said
+    assert 'backbone.layers.1.attn: mean over 4 images, 14x14 tokens, 2 heads\n' in said
     loaded = check_schema((folder / 'vit_base.json').read_text())
     assert all(0 < head['prefix_mass'] < 1 for layer in loaded['layers'] for head in layer['heads'])
 

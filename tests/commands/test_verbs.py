@@ -72,7 +72,7 @@ def test_maps(done):
 
 def test_report(done, folder):
     said = done('report', *IMAGES, '--json', 'new/report.json', *MODEL)
-    assert said.startswith('layer ') and 'blocks.1.attn: mean over 6 images, 4x4 tokens, 3 heads: ' in said
+    assert said.startswith('layer ') and 'blocks.1.attn: mean over 6 images, 4x4 tokens, 3 heads\n' in said
     assert 'share: probability of' in said and 'Saved new/report.json' in said
     report = json.loads((folder / 'new/report.json').read_text())
     assert (report['model'], report['checkpoint'], report['num_images']) == ('vit_tiny_patch16_224', 'vit.pth', 6)
