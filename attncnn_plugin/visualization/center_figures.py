@@ -64,7 +64,7 @@ def plot_attention_centers(
                 for line in lines:
                     axes.plot(line[:, 1], line[:, 0], linestyle=style, **drawn)
         draw_heads(axes, {number_of[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
-    text = 'Black square: query. Contours: 50% solid, 90% dotted. Hollow: centre beyond the panel.'
+    text = 'Black square: query. Contours: 50% solid, 90% dotted; wide ones are cut. Hollow: centre beyond the panel.'
     figure.supxlabel(text, fontsize=8)
     return figure
 
@@ -124,9 +124,10 @@ def _head_lines(maps: MeanAttention, query: Optional[Sequence[int]]) -> HeadLine
 
 
 def _reach(heads: HeadLines) -> float:
-    """Returns how far a panel goes from the query: to the centres and the inner contours, 3.5 tokens at least."""
-    lines = [line for _, contours in heads.values() for line in contours[0]]
-    return max([3.5, *(np.abs(points).max() + 0.5 for points in [center for center, _ in heads.values()] + lines)])
+    """Returns how far a panel goes from the query: 3.5 tokens at least, to all centres and most inner contours."""
+    lines = [np.abs(np.concatenate(contours[0])).max() for _, contours in heads.values()]
+    most = [np.quantile(lines, 0.75)] if lines else []
+    return max([3.5, *(reach + 0.5 for reach in most + [np.abs(center).max() for center, _ in heads.values()])])
 
 
 def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:

@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument('--figure', choices=OF_MODELS + OF_REPORTS + OF_RUNS, required=True)
-    parser.add_argument('--out', required=True, help='the picture, *.png or *.svg')
+    parser.add_argument('--out', required=True, help='the picture, *.png, *.svg or *.pdf')
     parser.add_argument(
         '--query',
         nargs=2,
@@ -114,8 +114,8 @@ def parse_args() -> argparse.Namespace:
         )
     if args.num_images < 1:
         parser.error(f'--num-images {args.num_images} must be at least 1')
-    if Path(args.out).suffix not in ('.png', '.svg'):
-        parser.error(f'--out {args.out} must end in .png or .svg')
+    if Path(args.out).suffix not in ('.png', '.svg', '.pdf'):
+        parser.error(f'--out {args.out} must end in .png, .svg or .pdf')
     return args
 
 
@@ -143,8 +143,10 @@ def draw_model(args: argparse.Namespace):
     if args.figure == 'probabilities':
         return plot_attention_probs(maps, args.query, args.zoom or None, numbers=loaded.head_numbers)
     maps = {name: own for name, own in maps.items() if own.num_images}
-    picture = None if args.image is None else loaded.picture(images[0])
-    return plot_attention_probs(maps, args.query, zoom=None, image=picture, numbers=loaded.head_numbers)
+    if args.image is not None:
+        query = next(iter(maps.values())).of_query(args.query)[1]
+        return plot_attention(loaded.model, loaded.inputs(images), list(maps), query, True, loaded.head_numbers)
+    return plot_attention_probs(maps, args.query, zoom=None, numbers=loaded.head_numbers)
 
 
 def check_unused(args: argparse.Namespace, name: str, purpose: str) -> None:
