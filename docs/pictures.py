@@ -23,9 +23,9 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from PIL import Image
 
+from attncnn_plugin import visualization
 from attncnn_plugin.analysis import MeanAttention, mean_attention
 from attncnn_plugin.transformers import init_as_convolution
-from attncnn_plugin import visualization
 from attncnn_plugin.visualization import plot_attention, plot_attention_centers, plot_attention_probs, plot_heads, style
 from attncnn_plugin.weights import example_images
 
@@ -261,7 +261,9 @@ def render(drawing: Callable[[], Figure]) -> Dict[str, Image.Image]:
     dark = PAPER + dark * (0.92 - PAPER)
     for axes in figure.axes:
         if any(np.ndim(image.get_array()) == 3 for image in axes.images):
-            (left, bottom), (right, top) = np.round(axes.get_window_extent().get_points() * 160 / figure.dpi).astype(int)
+            (left, bottom), (right, top) = np.round(axes.get_window_extent().get_points() * 160 / figure.dpi).astype(
+                int
+            )
             photo = slice(len(light) - top, len(light) - bottom), slice(left, right)
             dark[photo] = light[photo]
     return {

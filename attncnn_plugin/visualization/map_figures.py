@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from timm.utils import unwrap_model
@@ -21,12 +20,12 @@ from ..attention.window import shown
 from ..heads.choice import Layers
 from ..heads.places import Places, cells
 from ..pruning import HeadAblation
-from .style import attention_bar, check_maps, draw_attention, draw_photo, ramp, settings
+from .style import Numbers, Query, attention_bar, check_maps, draw_attention, draw_photo, ramp, settings
 
 CHANGES = ramp(least=0, less=0.25, uniform=0.5, more=0.65, much=0.8, most=1)  # of the loss: red where it rises
 IMPORTANCE = ramp(uniform=0, more=0.3, much=0.6, most=1)
 MOST_COLUMNS = 12
-TITLE: Dict[str, Any] = dict(fontsize=6.5, pad=2)
+Row = Tuple[Tensor, Tuple[int, int], List[str]]  # times uniform attention by head, the query, titles
 
 
 @settings()
@@ -34,9 +33,9 @@ def plot_attention(
     model: nn.Module,
     images: Tensor,
     layers: Layers = None,
-    query: Optional[Sequence[int]] = None,
+    query: Query = None,
     overlay: bool = False,
-    numbers: Optional[Mapping[str, Sequence[int]]] = None,
+    numbers: Numbers = None,
 ) -> Figure:
     """Draws where the class token of each image, or one patch, looks: each head, their mean, and the rollout.
 
@@ -74,28 +73,28 @@ def plot_attention(
     names = list(rows)[-1:] if layers is None else list(rows)
     left = 2 if reached is None else 3  # photo, rollout, mean of heads
     panels = left + max(1, *(rows[name].shape[1] for name in names))
-    columns = min(math.ceil(math.sqrt(panels * len(images) * len(names))), panels, MOST_COLUMNS)
-    deep = -(-panels // columns)
-    lines = len(images) * len(names) * deep
+    groups = [(image, name) for image in range(len(images)) for name in names]
+    deep = math.ceil(panels / min(math.ceil(math.sqrt(panels * len(groups))), MOST_COLUMNS))
+    lines, columns = len(groups) * deep, math.ceil(panels / deep)
     figure = Figure(figsize=(max(1.05 * columns + 0.7, 3.6), 1.14 * lines + 0.4), layout='constrained')
     grid, labels = figure.add_gridspec(lines, columns), layer_labels(rows)
-    for group, (image, name) in enumerate((image, name) for image in range(len(images)) for name in names):
+    for group, (image, name) in enumerate(groups):
         own, photo = rows[name][image], _photo(images[image])
         number_of = (numbers or {}).get(name, range(len(own)))
         maps = [own.mean(0), *own]
-        titles = [f'{labels[name]}, mean', *(f'head {number_of[head]}' for head in range(len(own)))]
+        titles = [f'{labels[name]}\nmean of heads', *(f'head {number_of[head]}' for head in range(len(own)))]
         if name == names[0]:
             axes = figure.add_subplot(grid[group * deep, 0])
-            axes.set_title(f'image {image}', **TITLE)
+            axes.set_title(f'image {image}', fontsize=8, pad=2)
             draw_photo(axes, photo, own.shape[1:], query)
             if reached is not None:
                 maps, titles = [reached[image], *maps], ['rollout', *titles]
         for place, (of_map, title) in enumerate(zip(maps, titles), left + len(own) - len(maps)):
             axes = figure.add_subplot(grid[group * deep + place // columns, place % columns])
-            drawn = _draw(axes, of_map, title, photo=photo if overlay else None, query=query)
+            axes.set_title(title, fontsize=8, pad=2)
+            drawn = draw_attention(axes, _relative(of_map).numpy(), photo if overlay else None, query)
     looks = 'the class token looks' if of_class else 'the patches look, mean over them'
-    _finish(figure, drawn, f'Where {looks if query is None else "the patch in the black square looks"}.')
-    return figure
+    return _finish(figure, drawn, f'Where {looks if query is None else "the patch in the square looks"}.')
 
 
 @settings()
@@ -115,39 +114,22 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     Raises:
         TypeError, ValueError: As of :func:`plot_attention`.
     """
-    model = _unwrapped(model, images)
-    maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
-    if not maps:
-        raise ValueError(f'model is a {type(model).__name__} that has no heads left: there is nothing to draw')
-    columns = max(len(own.probs) for own in maps.values())
-    size = max(0.62, 2.6 / columns)
-    figure = Figure(figsize=(size * columns + 1.9, (size + 0.04) * len(maps) + 0.7), layout='constrained')
-    grid, labels = figure.add_gridspec(len(maps), columns), layer_labels(maps)
-    for line, (name, own) in enumerate(maps.items()):
+    rows = {}
+    for name, own in mean_attention(_unwrapped(model, images), images).items():
         probs, (row, column) = keys_of_query(own)
         if own.in_windows:  # mean over those queries that see a shift; shifts that none sees are left out
-            sees = replace(own, probs=(own.probs > 0).float().amax(0, keepdim=True))
-            share = keys_of_query(sees)[0]
+            share = keys_of_query(replace(own, probs=(own.probs > 0).float().amax(0, keepdim=True)))[0]
             seen, probs = share[0] > 0, probs / share.clamp(min=1e-12)
             reach = [int(seen.any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
             probs = probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1]
             row, column = reach
-        for head, of_head in enumerate(probs):
-            axes = figure.add_subplot(grid[line, head])
-            drawn = _draw(axes, of_head, f'head {head}')
-            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor='black')
-            if head == 0:
-                axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
-    _finish(figure, drawn, f'What the patch in the black square attends to, mean over images: {len(images)}.')
-    return figure
+        rows[name] = _relative(probs), (row, column), [f'head {head}' for head in range(len(probs))]
+    return _table(rows, 0.62, f'What the patch in the square attends to, mean over images: {len(images)}.')
 
 
 @settings()
 def plot_attention_probs(
-    maps: Mapping[str, MeanAttention],
-    query: Optional[Sequence[int]] = None,
-    zoom: Optional[int] = 7,
-    numbers: Optional[Mapping[str, Sequence[int]]] = None,
+    maps: Mapping[str, MeanAttention], query: Query = None, zoom: Optional[int] = 7, numbers: Numbers = None
 ) -> Figure:
     """Draws the probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
 
@@ -163,8 +145,8 @@ def plot_attention_probs(
         numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
 
     Returns:
-        Figure: One axes a map; its data is in tokens, x the column and y the row, counted from the query's with
-        ``zoom`` and from the grid's corner without. A layer whose heads were all pruned has one axes that says so.
+        Figure: One axes a map; its data is in tokens, x the column and y the row. A layer whose heads were all pruned
+        has one axes that says so.
 
     Raises:
         TypeError: ``maps`` are no attention maps.
@@ -173,28 +155,13 @@ def plot_attention_probs(
     check_maps(maps)
     if zoom is not None and (zoom < 1 or zoom % 2 == 0):
         raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
-    drawn = {name: own.of_query(query) for name, own in maps.items()}
-    columns = max(1, *(len(own.probs) for own in maps.values()))
-    figure = Figure(figsize=(max(0.95 * columns + 0.7, 3.4), 1.05 * len(maps) + 0.5), layout='constrained')
-    grid, labels, of_map = figure.add_gridspec(len(maps), columns), layer_labels(maps), None
-    for line, (name, (keys, (row, column))) in enumerate(drawn.items()):
-        heads, height, width = keys.shape
-        number_of = (numbers or {}).get(name, range(heads))
-        panels = [figure.add_subplot(grid[line, place]) for place in range(max(heads, 1))]
-        panels[0].set_ylabel(labels[name])
-        if not heads:
-            panels[0].set(xticks=[], yticks=[], title='no heads')
-        top, start = (0, 0) if zoom is None else (row, column)
-        extent = -start - 0.5, width - start - 0.5, height - top - 0.5, -top - 0.5
-        for head, axes in enumerate(panels[:heads]):
-            place = row - top, column - start
-            of_map = draw_attention(axes, (keys[head] * height * width).numpy(), query=place, extent=extent)
-            if zoom is not None:
-                axes.set(facecolor='#CCCCCC', xlim=(-zoom / 2, zoom / 2), ylim=(zoom / 2, -zoom / 2))
-            axes.set_title(f'head {number_of[head]}: {keys[head].max():.2g}', **TITLE)
-    if of_map is not None:
-        _finish(figure, of_map, 'Where the black square looks. Above a map: its largest probability.')
-    return figure
+    rows = {}
+    for name, own in maps.items():
+        keys, place = own.of_query(query)
+        number_of = (numbers or {}).get(name, range(len(keys)))
+        titles = [f'head {number}: {of_head.max():.2g}' for number, of_head in zip(number_of, keys)]
+        rows[name] = keys * math.prod(own.grid), place, titles
+    return _table(rows, 0.95, 'Where the square looks. Above a map: its largest probability.', zoom)
 
 
 @settings()
@@ -240,9 +207,7 @@ def _unwrapped(model: nn.Module, images: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def _rows(
-    model: nn.Module, images: Tensor, layers: Layers, query: Optional[Sequence[int]]
-) -> Tuple[Dict[str, Tensor], bool]:
+def _rows(model: nn.Module, images: Tensor, layers: Layers, query: Query) -> Tuple[Dict[str, Tensor], bool]:
     """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the token that is read."""
     shapes: Dict[str, List[int]] = {}
     of_patches: Dict[str, Tensor] = {}
@@ -272,16 +237,36 @@ def _rows(
     return rows, bool(from_token)
 
 
-def _draw(axes: Axes, attention: Tensor, title: str, **where: Any) -> AxesImage:
-    """Draws attention to patches, relative to uniform attention to those that are shown."""
-    axes.set_title(title, **TITLE)
-    return draw_attention(axes, (attention / attention.mean().clamp(min=1e-12)).numpy(), **where)
+def _relative(attention: Tensor) -> Tensor:
+    """Returns attention relative to uniform attention to the patches that are shown."""
+    return attention / attention.mean((-2, -1), keepdim=True).clamp(min=1e-12)
 
 
-def _finish(figure: Figure, drawn: AxesImage, text: str) -> None:
+def _table(rows: Dict[str, Row], size: float, text: str, zoom: Optional[int] = None) -> Figure:
+    """Draws the heads of layers, a row each; maps have a size in inches, or more where they are few."""
+    columns = max(1, *(len(titles) for _, _, titles in rows.values()))
+    size = max(size, 2.6 / columns)
+    figure = Figure(figsize=(size * columns + 1.7, (size + 0.12) * len(rows) + 0.5), layout='constrained')
+    grid, labels, drawn = figure.add_gridspec(len(rows), columns), layer_labels(rows), None
+    for line, (name, (times, query, titles)) in enumerate(rows.items()):
+        panels = [figure.add_subplot(grid[line, place]) for place in range(max(len(titles), 1))]
+        panels[0].set_ylabel(labels[name], rotation=0, ha='right', va='center')
+        if not titles:
+            panels[0].set(xticks=[], yticks=[], title='no heads')
+        for axes, own, title in zip(panels, times.numpy(), titles):
+            axes.set_title(title, fontsize=6.5, pad=2)
+            drawn = draw_attention(axes, own, query=query)
+            if zoom is not None:
+                ends = [(at - zoom / 2, at + zoom / 2) for at in query]
+                axes.set(facecolor='#CCCCCC', xlim=ends[1], ylim=ends[0][::-1])
+    return figure if drawn is None else _finish(figure, drawn, text)
+
+
+def _finish(figure: Figure, drawn: AxesImage, text: str) -> Figure:
     """Adds the colour bar of the maps, and a line below."""
     figure.supxlabel(text, fontsize=8)
     attention_bar(figure, drawn, ax=figure.axes, shrink=min(1, 2.5 / figure.get_figheight()), pad=0.01, aspect=15)
+    return figure
 
 
 def _photo(image: Tensor) -> np.ndarray:

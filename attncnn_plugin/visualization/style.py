@@ -5,7 +5,7 @@ import itertools
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import matplotlib.style
 import numpy as np
@@ -21,6 +21,8 @@ from ..analysis import MeanAttention
 from ..attention.window import shown
 
 Place = Tuple[float, float]  # row and column
+Query, Photo = Optional[Sequence[int]], Optional[np.ndarray]
+Numbers = Optional[Mapping[str, Sequence[int]]]  # of the heads of layers
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
@@ -81,24 +83,17 @@ def draw_heads(axes: Axes, places: Dict[int, Place], reach: float, beside: bool 
         axes.text(disc[1], disc[0], str(head), color=ink, ha='center', va='center_baseline', fontsize=6, zorder=6)
 
 
-def draw_attention(
-    axes: Axes,
-    times: np.ndarray,
-    photo: Optional[np.ndarray] = None,
-    query: Optional[Sequence[int]] = None,
-    **where: Any,
-) -> AxesImage:
+def draw_attention(axes: Axes, times: np.ndarray, photo: Photo = None, query: Query = None) -> AxesImage:
     """Draws attention to the tokens of a grid, as so many times uniform attention, also on a photo, with a query."""
     times, norm = np.maximum(times, 1e-9), LogNorm(*ATTENTION_RANGE)
-    look = dict(cmap=ATTENTION_COLORS, norm=norm, interpolation='nearest')
-    if photo is not None:  # uniform attention leaves it as it is
-        look['alpha'] = np.minimum(2.4 * np.abs(norm(times).filled() - norm(1)), 0.8)
-    drawn = axes.imshow(times, **look, **where)
+    # Uniform attention leaves the photo as it is.
+    alpha = None if photo is None else np.minimum(2.4 * np.abs(norm(times).filled() - norm(1)), 0.8)
+    drawn = axes.imshow(times, cmap=ATTENTION_COLORS, norm=norm, alpha=alpha, interpolation='nearest')
     draw_photo(axes, photo, times.shape, query)
     return drawn
 
 
-def draw_photo(axes: Axes, photo: Optional[np.ndarray], grid: Sequence[int], query: Optional[Sequence[int]]) -> None:
+def draw_photo(axes: Axes, photo: Photo, grid: Sequence[int], query: Query) -> None:
     """Draws a photo below all else, on the tokens of a grid, and a square around a query."""
     if photo is not None:
         axes.imshow(photo, extent=(-0.5, grid[1] - 0.5, grid[0] - 0.5, -0.5), cmap='gray', zorder=-1)
