@@ -107,7 +107,8 @@ def nine_heads() -> Figure:
 def two_phases() -> Figure:
     """The two phases on a time line, with the accuracy of a training and heads of its last block."""
     runs = json.loads((DOCS / 'tables/two-phases.json').read_text())
-    (run,) = [run for run in runs if (run['label'], run['seed']) == ('both phases', 0)]
+    of_seed = {run['label']: run for run in runs if run['seed'] == 0}
+    run, alone = of_seed['both phases'], of_seed['convolution']
     epochs, accuracy = np.array(run['curves']['accuracy/top1']).T
     change, end = run['config']['custom_hooks'][0]['epoch'], epochs[-1]
     figure, ratio = Figure(figsize=(9.6, 4.2)), 9.6 / 4.2
@@ -115,7 +116,10 @@ def two_phases() -> Figure:
     axes.axvspan(0, change, color=style.COLORS[3], alpha=0.18, linewidth=0)
     axes.axvspan(change, end, color=style.COLORS[1], alpha=0.18, linewidth=0)
     axes.axvline(change, color=matplotlib.rcParams['text.color'], linewidth=0.8, linestyle=(0, (4, 2)))
-    axes.plot(epochs, accuracy, 'o-', color=style.COLORS[6], linewidth=1.8, markersize=4.5, clip_on=False)
+    line = dict(color=style.COLORS[6], linewidth=1.8, markersize=4.5, clip_on=False)
+    axes.plot(*np.array(alone['curves']['accuracy/top1']).T, 'o:', label='convolution to the end', **line)
+    axes.plot(epochs, accuracy, 'o-', label='two phases', **line)
+    axes.legend(frameon=False, loc='lower right')
     axes.set(xlabel='epoch', ylabel='accuracy, %', xlim=(0, end))
     style.draw_grid(axes)
     moments = {

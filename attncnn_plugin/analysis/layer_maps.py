@@ -257,11 +257,11 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
     return MeanAttention(probs.cpu(), grid, layer.window, gaussian)
 
 
-def in_batches(images: Any) -> Sequence[Any]:
-    """Returns images, or a mapping of tensors of them, in batches of a few."""
+def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
+    """Returns images, or a mapping of tensors of them, in batches of a number."""
     if not isinstance(images, Mapping):
-        return images.split(BATCH_SIZE)
-    return [dict(zip(images, parts)) for parts in zip(*(own.split(BATCH_SIZE) for own in images.values()))]
+        return images.split(number)
+    return [dict(zip(images, parts)) for parts in zip(*(own.split(number) for own in images.values()))]
 
 
 def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..change import Successor, is_plain, succession
+from ..change import Successor, is_plain, resize, succession
 from .attention_layer import AttentionLayer
 from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
 
@@ -130,7 +130,9 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """Takes a number of heads, all 0 until they are loaded. The parameters stay the same objects."""
         self.num_heads = structure
         for name, (dim, entries) in self.head_parameters().items():
-            resize_parameter(self, name, dim, sum(self._widths(entries)))
+            parameter = self.get_parameter(name)
+            resize(self, name, [*parameter.shape[:dim], sum(self._widths(entries)), *parameter.shape[dim + 1 :]])
+            _set_parameter(self, name, parameter)
 
     def _widths(self, entries: Any) -> Sequence[int]:
         return [entries] * self.num_heads if isinstance(entries, int) else entries
@@ -192,17 +194,6 @@ def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> D
 
 def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
     return x.index_select(dim, index.to(x.device))
-
-
-@torch.inference_mode(False)
-def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
-    """Gives a parameter another number of entries, all 0; it stays the same object, which an optimizer may hold."""
-    parameter = module.get_parameter(name)
-    shape = list(parameter.shape)
-    shape[dim] = entries
-    with torch.inference_mode(parameter.is_inference()):  # of a model that was built in inference mode
-        parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
-    _set_parameter(module, name, parameter)
 
 
 def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -1,11 +1,14 @@
 """Tables with an entry for each shift δ = k − q from a query to a key."""
 
-from typing import Callable, Sequence
+import logging
+from typing import Any, Callable, Dict, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .precision import widest_float
+
+logger = logging.getLogger(__name__)
 
 
 def axis_shifts(size: int, device: torch.device) -> Tensor:
@@ -79,10 +82,20 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     return torch.lerp(wide[left], wide[left + 1], weight.to(wide)).to(table.dtype)
 
 
-def resize_shift_table(table: Tensor, shape: Sequence[int]) -> Tensor:
-    """Resizes a table of biases ``(N_h, rows, columns)`` to ``shape`` shifts along rows and along columns."""
-    for axis, length in enumerate(shape, start=1):
+def resize_shift_table(table: Tensor, lengths: Mapping[int, int]) -> Tensor:
+    """Resizes a table, such as biases ``(N_h, rows, columns)``, to so many shifts along some of its axes."""
+    for axis, length in lengths.items():
         if table.shape[axis] != length:
             vectors = table.movedim(axis, 0)
             table = resize_shifts(vectors.flatten(1), length).unflatten(1, vectors.shape[1:]).movedim(0, axis)
     return table
+
+
+def resize_loaded(axes: Sequence[int], module: nn.Module, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Resizes a module's tables in a state dict for another grid, which have odd numbers of shifts along some axes."""
+    for name, own in module.named_parameters(recurse=False):
+        loaded: Any = state_dict.get(prefix + name)
+        if isinstance(loaded, Tensor) and loaded.ndim == own.ndim and all(loaded.shape[axis] % 2 for axis in axes):
+            state_dict[prefix + name] = resize_shift_table(loaded, {axis: own.shape[axis] for axis in axes})
+            if loaded.shape != own.shape:
+                logger.info('Resize %s%s from %s to %s shifts.', prefix, name, [*loaded.shape], [*own.shape])

@@ -156,6 +156,12 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ``ValueError`` for an argument that is none of its choices."""
+    if value not in choices:
+        raise ValueError(f'{name}={shown(value)} is unknown: choose one of {tuple(choices)}')
+
+
 def per_axis(name: str, value: Sizes, ndim: int, least: int = 1) -> Tuple[int, ...]:
     """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim

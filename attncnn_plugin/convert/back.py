@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_layer import check_plain_linear
-from ..attention.content_images import ContentImageAttention
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Sizes, Window, per_axis, same_window, shown
+from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
 from .convolutions import Computed, Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, inverse_of_shifts, targets
+from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
 
 MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
@@ -165,8 +164,7 @@ def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> W
     window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode
-        if mode not in MODES:
-            raise ValueError(f'padding_mode={shown(mode)} must be one of {MODES}')
+        check_choice('padding_mode', mode, MODES)
         return same_window(per_axis('kernel_size', kernel_size, 2), mode)
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')

@@ -14,12 +14,18 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
 import torch
 from torch import Tensor
 
-from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
-from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.images import (
+    POSITIONS,
+    SHARED_GATE,
+    ContentImageAttention,
+    ImageAttention,
+    QuadraticImageAttention,
+    WindowImageAttention,
+)
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides
-from ..attention.window import Sizes, Window, per_axis, shown
+from ..attention.window import Sizes, Window, check_choice, per_axis, shown
 from .convolutions import Computed, Convolution, block_norms, computed, copy_with, moved_copy
 
 CONTENTS = (None, 'additive', 'gated')
@@ -182,8 +188,8 @@ def check_settings(
             f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel: heads can be removed '
             'afterwards'
         )
-    if position not in POSITIONS:
-        raise ValueError(f'position={shown(position)} is unknown: choose one of {POSITIONS}')
+    check_choice('position', position, POSITIONS)
+    check_choice('content', content, CONTENTS)
     settings: Dict[str, Any] = {'position': position}
     if alpha is not None:
         if isinstance(alpha, bool) or not isinstance(alpha, Real) or not ALPHA_RANGE[0] <= alpha <= ALPHA_RANGE[1]:
@@ -192,14 +198,10 @@ def check_settings(
                 'exact convolution, about 6 for heads that learn'
             )
         settings['alpha'] = float(alpha)
-    if content not in CONTENTS:
-        raise ValueError(f'content={shown(content)} is unknown: choose one of {CONTENTS}')
     if content is None:
-        for name, value in (('window_size', window_size), ('qk_dim', qk_dim)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={shown(value)} is for attention by content: add content='additive' or 'gated'"
-                )
+        if window_size is not None or qk_dim is not None:
+            given = f'window_size={shown(window_size)}' if qk_dim is None else f'qk_dim={shown(qk_dim)}'
+            raise ValueError(f"{given} is for attention by content: add content='additive' or 'gated'")
         return settings
     if qk_dim is None:
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / positions))

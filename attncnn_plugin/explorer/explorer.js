@@ -2,6 +2,9 @@
 
 const SCALE_NAMES = {same: 'Same for all heads', own: 'Each its own'};
 const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both', attention: 'Attention'};
+const PART_TITLES = {
+  position: 'Only the term of where a key is from the query', content: 'Only the term of what the tokens hold',
+  both: 'Both terms, as the network computes'};
 const ARRAYS = {uint8: Uint8Array, int32: Int32Array, float32: Float32Array};
 const ARROWS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]};  // rows, columns
 const byId = (id) => document.getElementById(id);
@@ -96,7 +99,97 @@ function shownOf(layer, head, query) {
   return {...shown, ...placed, seen, largest: {row: Math.floor(at / wide), column: at % wide}};
 }
 
+const summaries = {};
+
+/** What a head gives each shift from query to key, as a mean over images and queries, and how far it spreads. */
+function summaryOf(l, head) {
+  const layer = page.layers[l], {grid: [tall, wide], rows, columns, others, keys} = layer, images = partOf(layer);
+  const id = [l, head, state.part].join();
+  if (summaries[id] || !images) return summaries[id];
+  const count = images[0].bytes.shape[2], number = rows.length * columns.length, none = tall * wide;
+  const up = Math.max(...rows), left = Math.max(...columns), across = left + wide - Math.min(...columns);
+  const shifts = (up + tall - Math.min(...rows)) * across;
+  const sums = new Float64Array(shifts), times = new Float64Array(shifts);
+  const low = new Float64Array(shifts).fill(1), high = new Float64Array(shifts);
+  let entropy = 0, beside = 0;
+  for (const {bytes: {values}, largest, beside: {shape, values: given}} of images) {
+    for (let q = 0; q < number; q++) {
+      const row = head * (others.length + number) + others.length + q, most = largest.values[row];
+      const from = (up - rows[Math.floor(q / columns.length)]) * across + left - columns[q % columns.length];
+      let sum = 0, logs = 0;
+      for (let k = 0; k < count; k++) {
+        const key = keys ? keys.values[(others.length + q) * count + k] : k;
+        if (key === none) continue;
+        const p = (values[row * count + k] / 255) ** 2 * most, at = from + Math.floor(key / wide) * across + key % wide;
+        sums[at] += p;
+        times[at]++;
+        low[at] = Math.min(low[at], p);
+        high[at] = Math.max(high[at], p);
+        if (p > 0) logs -= p * Math.log(p);
+        sum += p;
+      }
+      entropy += sum > 0 ? Math.log(sum) + logs / sum : 0;
+      for (let t = 0; t < shape[2]; t++) beside += given[row * shape[2] + t];
+    }
+  }
+  const queries = number * images.length, half = Math.min(queries / 2, Math.max(...times));
+  const share = sums.map((sum, at) => times[at] >= half ? sum / times[at] : 0), at = share.indexOf(Math.max(...share));
+  return summaries[id] = {
+    shift: [Math.floor(at / across) - up, at % across - left], share: share[at], low: low[at], high: high[at],
+    spread: Math.exp(entropy / queries), beside: beside / queries};
+}
+
+/** The layer and the head with the largest mean probability of one shift, which is seen by half of the queries. */
+function mostLocal() {
+  let best = {share: -1, layer: 0, head: 0};
+  page.layers.forEach(({heads}, layer) => {
+    for (let head = 0; head < heads; head++) {
+      const share = summaryOf(layer, head)?.share ?? 0;
+      if (share > best.share) best = {share, layer, head};
+    }
+  });
+  return {layer: best.layer, head: best.head};
+}
+
 // ---- Text ----
+
+/** Whole percents, and tenths near 0 and 1, rounded down near 1. */
+const percent = (p) => `${p > 0.0095 && p < 0.99 ? Math.round(100 * p) : Math.floor(1000 * p + 0.01) / 10}%`;
+
+/** Which token is at a shift from the query. */
+function tokenAt([down, right]) {
+  const [row, column] = [down, right].map((x) => Math.round(x)), next = Math.abs(row) + Math.abs(column) === 1;
+  const far = (x, before, after) => x ? `${next ? '' : `${Math.abs(x)} `}${x < 0 ? before : after}` : '';
+  const where = [far(row, 'above', 'below'), far(column, 'to the left', 'to the right')].filter(Boolean);
+  return where.length ? `the token ${where.join(' and ')}` : 'the query itself';
+}
+
+/** The two standard deviations of a Gaussian whose inverse covariance is MMᵀ, the larger one first. */
+function widthsOf([[a, b], [c, d]]) {
+  const sum = a * a + b * b + c * c + d * d, root = Math.sqrt(Math.max(sum ** 2 - 4 * (a * d - b * c) ** 2, 0));
+  return [Math.max(sum - root, 0), sum + root].map((square) => Math.sqrt(2 / square));
+}
+
+/** A sentence on what a head does. */
+function sentence(l, head) {
+  const layer = page.layers[l], {label, centers, factors, keys, grid, others} = layer, found = summaryOf(l, head);
+  if (!found) return '';
+  const byPosition = Object.keys(layer.parts)[0] === 'position' && partOf(layer) === layer.parts.position;
+  const {share, low, high, spread, beside} = found, range = `${percent(low)} to ${percent(high)}`;
+  let text = `Head ${head} of ${label}`, most = tokenAt(found.shift);
+  if (centers) {
+    const where = tokenAt(centers[head]), rounded = (width) => width > 2 * Math.max(...grid) ? '∞' : Number(width.toPrecision(2));
+    const widths = [...new Set(widthsOf(factors[head]).map(rounded))].join(' by ');
+    text += ` is a Gaussian, ${widths === '∞' ? 'wider than the image' : `${widths} tokens wide`}, around ${where}. It`;
+    if (where === most) most = 'that token';
+  }
+  text += share >= 0.5 ? ` gives ${most} ${percent(share)} of its attention on average` :
+    ` spreads over about ${Number(spread.toPrecision(2))} of ${keys ? keys.shape[1] : grid[0] * grid[1]} tokens; ` +
+    `on average ${most} gets most, ${percent(share)}`;
+  text += byPosition ? `, whatever the image (${range}, by query).` : low >= 0.5 ?
+    `, in all images here (${range}, by image and query).` : `. It depends on the image and the query: ${range}.`;
+  return beside < 0.1 || !others.length ? text : `${text} ${percent(beside)} goes to ${listed(others)}.`;
+}
 
 const place = ({row, column}) => `(${row}, ${column})`;
 const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${row}, column ${column}`;
@@ -132,7 +225,7 @@ function pictureCanvas({shape: [rows, columns], values}, change = (rgb) => rgb) 
 
 /** Its grey and faint picture, as light as a theme: --ground is the middle. */
 const fadedCanvas = (picture, light) => pictureCanvas(
-  picture, ([r, g, b]) => Array(3).fill((0.299 * r + 0.587 * g + 0.114 * b) * 0.2 + light));
+  picture, ([r, g, b]) => Array(3).fill((0.299 * r + 0.587 * g + 0.114 * b) * 0.15 + light));
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -148,21 +241,37 @@ function drawPicture(context, picture) {
   context.drawImage(picture, 0, 0, w, h);
 }
 
-/** How strong the colour of a probability is: from uniform attention to all of it on a key, or up to the largest. */
-function strength(p, {most, seen}) {
-  if (state.scale === 'own') return most > 0 ? Math.min(p / most, 1) : 0;
-  return p * seen > 1 ? Math.log(p * seen) / Math.log(seen) : 0;
+/** The colours of the theme, from a tenth to a hundred times uniform attention: 256 × RGBA. */
+function colours() {
+  const context = Object.assign(scratch, {width: 256, height: 1}).getContext('2d', {willReadFrequently: true});
+  context.fillStyle = context.createLinearGradient(0.5, 0, 255.5, 0);
+  for (const stop of color('--attention').split(',')) {
+    const [rgb, at] = stop.trim().split(' ');
+    context.fillStyle.addColorStop(parseFloat(at) / 100, rgb);
+  }
+  context.fillRect(0, 0, 256, 1);
+  return context.getImageData(0, 0, 256, 1).data;
+}
+
+/** The colour of a probability, by what it is times uniform attention, or from 0 to the largest. */
+function colourOf(p, {most, seen}, ramp) {
+  const uniform = 1 / 3, times = Math.log10(p * seen);
+  const at = state.scale === 'own' ? uniform + (1 - uniform) * (most > 0 ? p / most : 0) : (times + 1) / 3;
+  const first = 4 * Math.round(255 * clamp(at, 2));
+  return ramp.subarray(first, first + 4);
 }
 
 /** The map of a head over its picture, with the query that it is of. */
-function drawMap(context, layer, shown, rgb) {
-  const {probs, query} = shown;
-  const {grid: [tall, wide]} = layer, image = new ImageData(wide, tall);
-  drawPicture(context, faded[document.documentElement.dataset.theme][state.image]);
-  probs.forEach((p, k) => image.data.set([...rgb, 255 * strength(p, shown)], 4 * k));
+function drawMap(context, layer, shown, ramp) {
+  const {probs, query} = shown, theme = document.documentElement.dataset.theme;
+  const {grid: [tall, wide]} = layer, image = new ImageData(wide, tall), keys = windowOf(layer, query);
+  drawPicture(context, faded[theme][state.image]);
+  for (const k of keys ?? probs.keys()) if (k < probs.length) image.data.set(colourOf(probs[k], shown, ramp), 4 * k);
   Object.assign(scratch, {width: wide, height: tall}).getContext('2d').putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
+  context.globalCompositeOperation = theme === 'dark' ? 'screen' : 'multiply';  // uniform attention leaves the picture
   context.drawImage(scratch, 0, 0, context.canvas.width, context.canvas.height);
+  context.globalCompositeOperation = 'source-over';
   drawQuery(context, layer, query);
 }
 
@@ -262,10 +371,10 @@ function buildTokens() {
 }
 
 /** The choice of an image or a part. */
-function addChoice(id, name, value, label, content) {
+function addChoice(id, name, value, label, content, title = label) {
   const input = create('input', {type: 'radio', name, value, ariaLabel: label});
   input.addEventListener('change', () => change({[name]: value}));
-  byId(id).append(create('label', {title: label}, input, content));
+  byId(id).append(create('label', {title}, input, content));
 }
 
 /** Goes some layers down and some heads to the right, and past layers all of whose heads were pruned. */
@@ -278,7 +387,7 @@ function choose(down, right) {
 // ---- Rendering ----
 
 function render() {
-  const rgb = color('--attention').split(' ').map(Number);
+  const ramp = colours();
   const wide = cells.flat()[0]?.canvas.clientWidth;  // all are as wide
   const all = page.layers.map((layer, l) => {
     const query = shownQuery(l);
@@ -290,16 +399,17 @@ function render() {
     button.tabIndex = chosen ? 0 : -1;
     if (!shown) return;
     fit(canvas, wide);
-    drawMap(context, page.layers[l], shown, rgb);
+    drawMap(context, page.layers[l], shown, ramp);
     caption.textContent = Number(shown.most.toPrecision(2));
     button.setAttribute('aria-label',
       `${nameOf(l, h)}: largest probability ${number(shown.most)} at ${spoken(shown.largest)}`);
   }));
   const heads = all[state.layer], shown = heads[state.head];
   renderQuery(shown?.center);
-  renderTokens(shown, rgb);
+  renderTokens(shown, ramp);
+  setText('says', sentence(state.layer, state.head));
   if (shown) {
-    renderMap(shown, rgb);
+    renderMap(shown, ramp);
     renderNumbers(shown);
     renderCenters(heads);
   }
@@ -307,6 +417,11 @@ function render() {
     input.checked = input.value === String(state[input.name]);
   }
   settle();
+}
+
+/** Sets a text where it changes: a live region is read again with each one that is set. */
+function setText(id, text) {
+  if (byId(id).textContent !== text) byId(id).textContent = text;
 }
 
 /** Names an element that has not the focus: of one that has it, the live region tells what changes. */
@@ -328,7 +443,7 @@ function renderQuery(center) {
   name(canvas, `${picture}, query ${query.name ? '' : 'at '}${spoken(query)}${state.locked ? ', locked' : ''}`);
 }
 
-function renderTokens(shown, rgb) {
+function renderTokens(shown, ramp) {
   const {others} = page.layers[state.layer];
   [...byId('query-tokens').children].forEach((button, i) => {
     button.disabled = i >= others.length;
@@ -338,28 +453,29 @@ function renderTokens(shown, rgb) {
     const [swatch, , text] = item.children, p = shown?.beside[i] ?? 0;
     item.hidden = i >= others.length;
     item.classList.toggle('query', i === shown?.query.number);
-    swatch.style.backgroundColor = `rgb(${rgb.join(' ')} / ${shown ? Math.min(strength(p, shown), 1) : 0})`;
+    swatch.style.backgroundColor = shown ? `rgb(${colourOf(p, shown, ramp).subarray(0, 3).join(' ')})` : '';
     text.textContent = number(p);
   });
 }
 
-function renderMap(shown, rgb) {
+function renderMap(shown, ramp) {
   const canvas = byId('map'), context = canvas.getContext('2d'), title = nameOf(state.layer, state.head);
   const layer = page.layers[state.layer], {grid, rows, columns, keys} = layer, {query} = shown;
   const key = keyOf(state.layer), text = probability(shown.probs[key.index], shown.most);
   fit(canvas);
-  drawMap(context, layer, shown, rgb);
+  drawMap(context, layer, shown, ramp);
   if (state.key !== null || query.name) drawPixel(context, key, grid, [4, 3]);
   if (shown.center) drawCenter(context, query, shown.center, grid);
   byId('map-title').textContent = title;
   byId('grid').textContent =
-    `${grid.join('×')} ${layer.parts.attention ? 'patches' : 'pixels'}, ${rows.length}×${columns.length} queries` +
+    `${grid.join('×')} tokens, ${rows.length}×${columns.length} queries` +
     (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.');
   const own = state.scale === 'own';
-  byId('ramp-start').textContent = own ? '0' : 'uniform';
-  byId('ramp-end').textContent = own ? number(shown.most) : `${shown.seen}×`;
+  byId('ramp').classList.toggle('own', own);
+  byId('ramp-start').textContent = own ? '0' : '1/10×';
+  byId('ramp-end').textContent = own ? number(shown.most) : '100×';
   byId('scale-help').textContent = own ? 'The strongest colour of a map is its largest probability.' :
-    'Colours count times uniform attention: a head that attends to all keys alike has none.';
+    'No colour is uniform attention, the same for each key; orange to red is up to 100 times as much, blue is less.';
   byId('key-place').textContent = place(key);
   byId('key-probability').textContent = text;
   name(canvas, `${title}: where ${spoken(query)} attends, key at ${spoken(key)}: ${text}`);
@@ -371,7 +487,8 @@ function renderNumbers({largest, most, near, center, beside, rest}) {
     'largest-place': place(largest), 'largest': number(most), 'center': shift(center), 'encoded-center': shift(encoded),
     'near': near === null ? '–' : number(near, 3 * most / 255),  // √9 times that of one: they are not alike
     'total': beside.length ? number(Math.max(1 - rest, 0)) : '',
-    'total-rest': others.length ? `${number(rest)} lies on ${listed(others)}` : 'the rest lies outside',
+    'total-rest': others.length ? `The rest, ${number(rest)}, lies on ${listed(others)}: tokens beside the image.` :
+      'The rest lies outside.',
   };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
   for (const element of document.querySelectorAll('.encoded')) element.hidden = !encoded;
@@ -385,7 +502,7 @@ function renderCenters(heads) {
   const known = centers.filter(Boolean).flat().map(Math.abs);
   const reach = Math.min(Math.max(3, Math.ceil(Math.max(0, ...known) + 0.6)), Math.max(...grid));
   const inside = (x) => Math.min(Math.max(x, -reach), reach), edge = (reach + 0.5) * 1.12;
-  const unit = edge / 10, grain = reach > 8 ? 4 : reach > 4 ? 2 : 1;
+  const colors = color('--heads').split(' '), unit = edge / 10, grain = reach > 8 ? 4 : reach > 4 ? 2 : 1;
   const add = (parent, tag, attributes, text = '') => {
     const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -409,16 +526,17 @@ function renderCenters(heads) {
     if (!centers[h]) continue;
     const [row, column] = centers[h], transform = `translate(${inside(column)} ${inside(row)})`;
     const group = add(svg, 'g', {class: h === state.head ? 'head chosen' : 'head', transform});
-    add(group, 'circle', {r: 0.7 * unit, 'stroke-width': 0.15 * unit});
-    add(group, 'text', {}, h).style.fontSize = `${0.85 * unit}px`;
+    const fill = colors[h % colors.length], bright = parseInt(fill.slice(3, 5), 16) > 140;  // green weighs most
+    add(group, 'circle', {fill, r: (h === state.head ? 0.85 : 0.7) * unit, 'stroke-width': 0.2 * unit});
+    add(group, 'text', {fill: bright ? 'black' : 'white'}, h).style.fontSize = `${0.85 * unit}px`;
     add(group, 'title', {}, `Head ${h}: ${shift(centers[h])}`);
     group.addEventListener('click', () => change({head: h}));
   }
   const token = heads[0]?.query.name;
   byId('centers-title').textContent = `Centres of ${label}`;
   byId('centers-help').textContent = token ? `The ${token} token has no place.` :
-    (encoded ? 'Δ of the encoding' : 'Mean shift of the attention from this query') +
-    ' in tokens, rows down and columns right.' +
+    (encoded ? 'The learned centre Δ of each head' : 'The mean shift of each head, from this query') +
+    ', in tokens: rows down and columns right. The square is the query.' +
     (known.some((x) => x > reach) ? ' Those at the edge lie beyond it.' : '');
   name(svg, `Centres of ${label}, rows down and columns right: ` +
     centers.map((center, h) => `head ${h} ${shift(center)}`).join('; '));
@@ -617,15 +735,18 @@ async function start() {
   [height, width] = page.grid;
   pictures = page.pictures.map((picture) => pictureCanvas(picture));
   const fadedIn = (light) => page.pictures.map((picture) => fadedCanvas(picture, light));
-  faded = {light: fadedIn(200), dark: fadedIn(20)};
+  faded = {light: fadedIn(217), dark: fadedIn(15)};
   pictures.forEach((picture, i) => addChoice('images', 'image', i, page.names[i], picture));
   const parts = allParts();
-  for (const part of parts) addChoice('parts', 'part', part, PART_NAMES[part], PART_NAMES[part]);
+  for (const part of parts) addChoice('parts', 'part', part, PART_NAMES[part], PART_NAMES[part], PART_TITLES[part]);
   byId('parts').hidden = parts.length < 2;
   for (const [scale, text] of Object.entries(SCALE_NAMES)) addChoice('scales', 'scale', scale, text, text);
   Object.assign(state, {
-    part: parts[parts.length - 1], query: Math.floor(height / 2) * width + Math.floor(width / 2),
-    layer: Math.max(page.layers.findIndex((layer) => layer.heads), 0)});
+    part: parts[parts.length - 1], query: Math.floor(height / 2) * width + Math.floor(width / 2)});
+  Object.assign(state, mostLocal());
+  byId('left-out').textContent = page.leftOut.length ?
+    `Not shown: ${page.leftOut.join(', ')}, whose queries and keys are not the same patches of a grid, or which has ` +
+    'negative weights.' : '';
   for (const id of ['query', 'map']) {
     byId(id).style.aspectRatio = width / height;
     byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high

@@ -3,7 +3,8 @@
 A layer has
 
 - ``label``, ``name``, and ``heads``, their number N_h;
-- ``centers``: Δ of its heads, ``(N_h, 2)``, where they are Gaussian and do not depend on an image, or null;
+- ``centers`` and ``factors``: Δ of its heads, ``(N_h, 2)``, and M with Σ⁻¹ = MMᵀ, ``(N_h, 2, 2)``, only where they are
+  Gaussian and do not depend on an image;
 - ``grid``: height H and width W of its keys, in patches, tokens or pixels;
 - ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding;
 - ``others``: the names of the T tokens beside the grid: ``cls``, the one that the model reads, ``extra 2``, …. They are
@@ -35,26 +36,32 @@ from torch import Tensor, nn
 from ..analysis.layer_maps import are_between_patches, layer_labels, probs_of_scores, warn_of
 from ..analysis.recorder import no_attention, observe
 from ..attention import AttentionLayer
+from ..attention.window import shown
+from ..heads.found import Call
 from ..heads.places import Places, cells
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head
 ROUNDING = 1e-5  # of a sum of probabilities
 
-Layer = Dict[str, Any]
 
+def layers_of(model: nn.Module, images: Sequence[Any], call: Call = None) -> Tuple[List[Dict[str, Any]], List[str]]:
+    """Returns the data of all attention of a model between the tokens of images, and the names of what is left out.
 
-def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
-    """Returns the data of all attention of a model between the pixels or patches of images."""
+    Args:
+        model (nn.Module): The model.
+        images (Sequence[Any]): Inputs of the model, of one image each.
+        call (Callable, optional): See :func:`~attncnn_plugin.attention_maps`. Defaults to None.
+    """
     model = unwrap_model(model)
-    found: Dict[str, Layer] = {}
+    found: Dict[str, Dict[str, Any]] = {}
     others: Dict[str, Tuple[int, ...]] = {}
     tokens: Dict[str, List[float]] = {}
     windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
 
-    def add(name: str, size: Sequence[int], places: Any, parts: Any, centers: Any = None) -> None:
+    def add(name: str, grid: Sequence[int], places: Any, parts: Any, **gaussians: Any) -> None:
         heads, (rows, columns) = len(next(iter(parts.values()))[0]) if parts else 0, map(list, places)
-        layer = dict(heads=heads, centers=centers, grid=list(size), rows=rows, columns=columns, others=[], keys=None)
-        own = found.setdefault(name, dict(layer, parts={}))
+        layer = dict(heads=heads, grid=list(grid), rows=rows, columns=columns, others=[], keys=None, parts={})
+        own = found.setdefault(name, {**layer, **gaussians})
         for part, (probs, beside) in parts.items():
             largest = probs.amax(-1, keepdim=True)
             roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
@@ -64,12 +71,14 @@ def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
         size = layer.grid_of(x)
         places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
-        _check_pairs(name, images, size, math.prod(size))
-        parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in _own_probs(layer, x).items()}
+        _check_pairs(name, size, math.prod(size))
+        of_parts = _own_probs(layer, x) if layer.num_heads else {}
+        parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
         if not all(probs.isfinite().all() for probs, _ in parts.values()):
             raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
         heads = None if layer.depends_on_content else layer.gaussian_heads()
-        add(name, size, places, parts, None if heads is None else heads.center.tolist())
+        gaussians = {} if heads is None else dict(centers=heads.center.tolist(), factors=heads.factor.tolist())
+        add(name, size, places, parts, **gaussians)
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
         probs = probs.float().cpu()
@@ -78,7 +87,7 @@ def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
             others[name] = tuple(probs.shape)
             return
         (_, query, grid), (_, key, _) = cells(places.queries.cpu()), cells(places.keys.cpu())
-        _check_pairs(name, images, grid, key.shape[1])
+        _check_pairs(name, grid, key.shape[1])
         where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
         where = where[(query < 0).sum() :] if places.are_windows else where
         sees = places.sees(probs).flatten(0, 1)[where]
@@ -94,8 +103,11 @@ def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
             beside, probs = probs[..., order].split([len(tokens[name]), math.prod(grid)], -1)
         add(name, grid, map(range, grid), dict(attention=(probs, beside)))
 
-    for image in images.split(1):
-        read = observe(model, image, visit, visit_own=visit_own)
+    for image in images:
+        try:
+            read = observe(model, image, visit, call=call, visit_own=visit_own)
+        except Exception as error:  # of the model, too
+            raise ValueError(f'no page of a {type(model).__name__} with images={shown(image)}: {error}') from error
         if not any(own['parts'].keys() - {'position'} for own in found.values()):  # the same on all images
             break
     if not found:
@@ -111,21 +123,19 @@ def layers_of(model: nn.Module, images: Tensor) -> List[Layer]:
         for of_images in found[name]['parts'].values():
             if all(image == of_images[0] for image in of_images):  # on all images the same
                 del of_images[1:]
-    return list(found.values())
+    return list(found.values()), list(others)
 
 
 def packed(array: np.ndarray) -> Dict[str, Any]:
     """Returns an array as it is in the data."""
     data = array.astype(array.dtype.newbyteorder('<')).tobytes()
     text = base64.b64encode(gzip.compress(data, mtime=0)).decode()
-    return {'dtype': array.dtype.name, 'shape': array.shape, 'data': text}
+    return dict(dtype=array.dtype.name, shape=array.shape, data=text)
 
 
 def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
     """Returns the probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
     size = layer.grid_of(x)
-    if layer.num_heads == 0:
-        return {}
     if not layer.depends_on_content:
         return {'position': layer.attention_probs(size).float().cpu()}
     parts = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
@@ -137,11 +147,9 @@ def _outside(mass: Tensor) -> Tensor:
     return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
 
 
-def _check_pairs(name: str, images: Tensor, size: Sequence[int], keys: int) -> None:
-    height, width = size
-    if height * width * keys > MAX_PAIRS:
+def _check_pairs(name: str, grid: Sequence[int], keys: int) -> None:
+    if math.prod(grid) * keys > MAX_PAIRS:
         raise ValueError(
-            f'images of {images.shape[2]}x{images.shape[3]} pixels are, for {name}, {height}x{width} tokens with '
-            f'{keys} keys each, more than the {MAX_PAIRS:,} pairs that a page can show: give smaller images, or a '
-            'model that takes smaller ones (--model-kwargs img_size=224)'
+            f'{name} has {grid[0]}x{grid[1]} tokens with {keys} keys each, more than the {MAX_PAIRS:,} pairs that a '
+            'page can show: give smaller images, or a model that takes smaller ones (--model-kwargs img_size=224)'
         )

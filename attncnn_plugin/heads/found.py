@@ -8,7 +8,7 @@ all heads share.
 import itertools
 import os
 import re
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
-from ..change import all_or_nothing, held_by
+from ..change import held_by, undone
 from .seen import AnyAttention, FunctionsSeen, watching
 from .sizes import compute_anew, record_of
 
@@ -253,10 +253,10 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
     while left:
         chosen: Dict[str, FoundHeads] = {}  # those with nothing in common
         for own, near in left:
-            if not any(_is_in(near, other) or _is_in(other, near) for other in chosen):
+            if not any(is_in(near, other) or is_in(other, near) for other in chosen):
                 chosen[near] = own
         left = [(own, near) for own, near in left if chosen.get(near) is not own]
-        with suppress(_Undo), all_or_nothing(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
+        with undone(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
             with same_numbers():
                 tensors = {name: _randomized(model, name) for name in chosen}
             with _Alive():
@@ -265,7 +265,6 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
             most = max(own.num_heads for own in chosen.values())
             upstream: Set[str] = set()
             of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
-            raise _Undo
         for name, own in chosen.items():
             inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
             for key in tensors[name]:
@@ -280,12 +279,9 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
                 own.owners = {}
 
 
-def _is_in(name: str, other: str) -> bool:
+def is_in(name: str, other: str) -> bool:
+    """Says whether a module is another or inside of it, by their names."""
     return not other or f'{name}.'.startswith(f'{other}.')
-
-
-class _Undo(Exception):
-    """Has what was changed put back."""
 
 
 class _Alive(TorchFunctionMode):

@@ -10,7 +10,7 @@ from mmpretrain.registry import MODELS
 from torch import nn
 
 from ..attention.state_dicts import Restructurable, StateDict
-from ..attention.window import CONVOLUTIONS
+from ..attention.window import CONVOLUTIONS, check_choice
 from ..change import Change
 from ..convert import convs_to_attention
 from ..convert.models import apply, check_convertible
@@ -119,8 +119,7 @@ def conv_to_attention(
     """
     known = inspect.signature(check_settings).parameters
     refuse_unknown('ConvToAttention', [name for name in settings if name not in known])
-    if phase not in PHASES:
-        raise ValueError(f'phase={phase!r} of ConvToAttention is unknown: choose one of {PHASES}')
+    check_choice('phase', phase, PHASES)
     model: Any = MODELS.build(copy.deepcopy(backbone))
     if hasattr(model, 'to_attention'):
         raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')

@@ -34,7 +34,7 @@ from ..heads.found import (
     seen_heads,
 )
 from ..heads.seen import AnyAttention, watching
-from ..heads.sizes import WAYS, Shapes, number_of_heads, record_of, set_sizes, shapes_of, write_record
+from ..heads.sizes import WAYS, Shapes, note_in_configs, number_of_heads, record_of, set_sizes, shapes_of, write_record
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
@@ -162,6 +162,7 @@ def prune_heads(
             replaced.update(_cut_and_compare(model, layers, of_kind, lambda: compare(expected, compute(left))))
         if run is not None:
             difference = compare(expected, compute({}))
+    note_in_configs(model)
     changes = []
     for name, gone in named.items():
         words = number_of_heads(numbers[name]), number_of_heads(numbers[name] - len(gone))

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..change import Change, all_or_nothing, check_not_distributed
 from ..heads.found import FoundHeads, Heads, find_entries
 from ..pruning import (
-    find_degenerate_heads,
     head_costs,
     head_importance,
     least_important,
@@ -26,16 +24,8 @@ from ..pruning import (
     prune_heads,
     replace_parameters,
 )
-from ..pruning.criteria import (
-    DegeneracyReport,
-    DegenerateHead,
-    ObservedAttention,
-    check_criteria,
-    degenerate_heads_of_observed,
-    depends_on_content,
-    exact_maps,
-    relative_entropy_of_maps,
-)
+from ..pruning.criteria import DegeneracyReport, DegenerateHead
+from ..pruning.degenerate import Size, check_criteria, heads_to_remove, observed_attention, report_of
 from ..pruning.importance import Loss, check_amount, counting, normalized
 from ..pruning.means import HeadMeans, fold_into_bias, head_means, merge_duplicate, takes_duplicates
 from ..pruning.prune import check_prunable, example_run
@@ -81,10 +71,10 @@ class PruneHeads:
         loss (Callable, optional): ``loss(model, batch)`` is the mean loss of a batch; it calls the model once, with the
             images first. Defaults to the cross-entropy of images and labels, ``(images, labels)``, or the ``loss`` that
             a model of Hugging Face computes from a dict. Without importance it need not be a loss.
-        keep (int, optional): The number of heads of all layers that stay, the most important ones. Defaults to None.
+        keep (int | float, optional): The number of heads of all layers that stay, the most important ones; or their
+            share, above 0 and below 1, at each of the epochs of those that are left by then. Defaults to None.
         threshold (float, optional): The importance below which heads go. Defaults to None.
-        multiply_adds (float, optional): The share of the model's multiply-adds that stays, at each of the epochs of
-            those that are left by then. Defaults to None.
+        multiply_adds (float, optional): The share of the model's multiply-adds that stays, likewise. Defaults to None.
         by (Callable, optional): What is called importance: ``by(model, batches, loss)`` gives that of the heads of each
             layer by name, ``(N_h,)``, such as ``lambda *args: head_ablation(*args).zero_loss``. In distributed
             training it is the mean over the images of all ranks. Defaults to
@@ -106,7 +96,7 @@ class PruneHeads:
         epoch: Union[int, Sequence[int]] = (),
         batches: Iterable[Any] = (),
         loss: Optional[Loss] = None,
-        keep: Optional[int] = None,
+        keep: Optional[float] = None,
         threshold: Optional[float] = None,
         multiply_adds: Optional[float] = None,
         by: Optional[Scores] = None,
@@ -125,6 +115,7 @@ class PruneHeads:
         if self.amount:
             check_amount(**amount)
         self.batches, self.loss, self.by = batches, loss or loss_of_batch, by
+        self.checked: Dict[str, Tuple[int, int]] = {}  # by layer, which module it is, and its number of heads
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
 
     def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
@@ -137,7 +128,7 @@ class PruneHeads:
         return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
 
     def check(self, model: nn.Module) -> None:
-        """Refuses criteria and layers that do not go together, whatever the weights are.
+        """Refuses criteria and layers that do not go together, whatever the weights are; layers as before only once.
 
         Where multiply-adds are a criterion, it counts them on the first batch.
 
@@ -150,6 +141,9 @@ class PruneHeads:
         check_not_distributed(model, nn.DataParallel)
         batches = self._some(None, 1)
         layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
+        known = {name: (id(model.get_submodule(name)), layer.num_heads) for name, layer in layers.items()}
+        if known == self.checked:
+            return
         self._find(model, layers, *batches)
         for name, layer in layers.items():
             if layer.num_heads > 1:  # the last one stays
@@ -168,6 +162,7 @@ class PruneHeads:
                 for batch in batches:
                     costs = self._costs(model, batch, layers)
                     self._least_important({name: torch.zeros_like(own) for name, own in costs[1].items()}, costs)
+        self.checked = known
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
@@ -205,9 +200,7 @@ class PruneHeads:
             'there are no heads to prune'
         )
 
-    def judge(
-        self, model: nn.Module, batches: Optional[Iterable[Any]] = None, size: Optional[Tuple[int, ...]] = None
-    ) -> JudgedHeads:
+    def judge(self, model: nn.Module, batches: Optional[Iterable[Any]] = None, size: Size = None) -> JudgedHeads:
         """Judges the heads of the layers. In distributed training by the batches of all ranks.
 
         The model runs in evaluation mode, and no random numbers are drawn from those of the training.
@@ -215,7 +208,7 @@ class PruneHeads:
         Args:
             model (nn.Module): The model, not wrapped for distributed training.
             batches (Iterable, optional): Training batches. Defaults to those that were given before.
-            size (tuple[int, ...], optional): Height and width of the grid in tokens, for position-only attention.
+            size (int | Sequence[int], optional): Height and width of the grid in tokens, for position-only attention.
                 Defaults to that of the batches.
         """
         batches, costs, images = self._some(batches), None, []
@@ -224,9 +217,8 @@ class PruneHeads:
             if not batches and size is None:
                 raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
             layers = self.layers(model, batches)
-            seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
             wanted = lambda name: name.partition('#')[0] in layers  # noqa: E731
-            observing = observed_attention(model, seen)
+            observing = observed_attention(model, layers if self.criteria else {}, size)
             with head_means(model, wanted) as means, observing as observed, counting(model, images):
                 for batch in batches:
                     self.loss(model, batch)
@@ -236,20 +228,16 @@ class PruneHeads:
                 costs = self._costs(model, batches[0], layers)
         device = next(model.parameters()).device
         _add_ranks(device, [part for own in means.values() for part in (own.total, own.count)])
-        _add_ranks(device, [part for own in observed.values() for part in vars(own).values()])
+        _add_ranks(device, [part for own in observed.values() for part in own.sums])
         count = torch.tensor(float(sum(images)), device='cpu')
         importance = {name: own * count for name, own in importance.items()}
         _add_ranks(device, [*importance.values(), count])
-        sizes = {name: means[name].size or size if name in means else size for name in layers}
-        reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
+        reports = {name: DegeneracyReport(layer.num_heads, ()) for name, layer in layers.items()}
+        reports.update({name: report_of(layers[name], self.criteria, own) for name, own in observed.items()})
         if self.amount:
             importance = {name: normalized(own) if self.by is None else own / count for name, own in importance.items()}
             self._add_unimportant(reports, importance, costs)
-        heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
-        for name, gone in heads.items():
-            if len(gone) == reports[name].num_heads:
-                gone.remove(_least_uniform(layers[name], observed.get(name), sizes[name]))
-        judged = [reports, {name: gone for name, gone in heads.items() if gone}]
+        judged: List[Any] = [reports, heads_to_remove(reports, layers, observed)]
         if _is_distributed():
             dist.broadcast_object_list(judged)
         return JudgedHeads(judged[0], judged[1], means, batches[:1])
@@ -340,15 +328,6 @@ class PruneHeads:
                 )
         return {name: found[name].double().cpu() for name in numbers}
 
-    def _report(
-        self, layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]
-    ) -> DegeneracyReport:
-        if not self.criteria or layer.num_heads == 0:
-            return DegeneracyReport(layer.num_heads, ())
-        if observed is not None:
-            return degenerate_heads_of_observed(observed, self.criteria)
-        return find_degenerate_heads(layer, self.criteria, size)
-
     def _add_unimportant(
         self, reports: Dict[str, DegeneracyReport], importance: Mapping[str, Tensor], costs: Optional[Costs]
     ) -> None:
@@ -400,11 +379,6 @@ def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
             'images each subfolder is a class'
         )
     return cross_entropy(logits, labels.to(like.device))
-
-
-def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
-    entropy = relative_entropy_of_maps(exact_maps(layer, size)) if observed is None else observed.mean('entropy')
-    return int(entropy.argmin())
 
 
 def _is_distributed() -> bool:

@@ -41,6 +41,10 @@ class Attention:
         num_heads (int): Number of heads N_h; 0 where the module does not say.
         maps (tuple[str, ...]): The map to queries, keys and values, or three.
         output (nn.Module): The linear map that takes the outputs of all heads, which lie one after the other.
+        is_known (bool): Whether all parts are there; otherwise it has none of the next three.
+        head_dim (int): Channels d of a head.
+        width (int): Channels D of a token.
+        has_own_maps (bool): Whether each head has queries, keys and values of its own, as the output takes.
         shifts (Tensor): Δ of each head at which a start lets it look, ``(N_h, 2)``; none to begin with.
     """
 
@@ -53,27 +57,12 @@ class Attention:
         outputs = (getattr(module, name, None) for name in OUTPUTS)
         self.output: Any = next((own for own in outputs if hasattr(own, 'in_features')), None)
         self.shifts = torch.empty(0, 2, device='cpu')
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all parts are there."""
-        return bool(self.num_heads and self.maps and self.output is not None)
-
-    @property
-    def head_dim(self) -> int:
-        """Channels d of a head."""
-        return int(self.output.in_features // self.num_heads)
-
-    @property
-    def width(self) -> int:
-        """Channels D of a token."""
-        return int(_of_map(self.module, self.maps[0], 'weight').shape[1])
-
-    @property
-    def has_own_maps(self) -> bool:
-        """Whether each head has queries, keys and values of its own, as wide as what the output takes."""
-        rows = [len(_of_map(self.module, name, 'weight')) for name in self.maps]
-        return set(rows) == {self.num_heads * self.head_dim * 3 // len(rows)}
+        self.is_known = bool(self.num_heads and self.maps and self.output is not None)
+        if self.is_known:
+            weights = [_of_map(module, name, 'weight') for name in self.maps]
+            self.head_dim = int(self.output.in_features // self.num_heads)
+            self.width = int(weights[0].shape[1])
+            self.has_own_maps = {*map(len, weights)} == {self.num_heads * self.head_dim * 3 // len(weights)}
 
     def weight(self, which: str) -> Tensor:
         """Returns the map to queries ``'q'``, keys ``'k'`` or values ``'v'``, a view, ``(N_h, d, D)``."""
@@ -112,7 +101,7 @@ def find_attention(network: Transformer) -> List[Attention]:
     """Returns the attention in the blocks of a vision transformer, in their order.
 
     Raises:
-        ValueError: There is none, or some has other parts than those that are known.
+        ValueError: There is none, some has other parts than those that are known, or its heads cannot get a shift.
     """
     before, root = f'{network.name}.' if network.name else '', network.module
     every = {
@@ -131,4 +120,13 @@ def find_attention(network: Transformer) -> List[Attention]:
             f'model is a {network.kind}, whose blocks have no attention with num_heads (those of a CMHSA in the '
             f'convolution phase get it with its transition): {KNOWN}'
         )
+    for name in known:
+        module, reason = every[name].module, ''
+        if not isinstance(getattr(module, 'q_norm', None), (nn.Identity, type(None))):
+            reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
+        elif not every[name].has_own_maps:
+            reason = 'its heads share queries, keys or values, or have no weights of their own there'
+        if reason:
+            what = f'{every[name].name} is a {type(module).__name__}'
+            raise ValueError(f'{what} that cannot start as a convolution: {reason}')
     return [every[name] for name in known]

@@ -79,9 +79,9 @@ def check_new(network: Transformer) -> None:
             if (values != values.flatten()[0]).any() and not _drawn(module, values):
                 trained = trained or f'{name}.{own}'
     if trained or not norms:
-        looked_at = f'{trained} of {kind} holds different numbers' if trained else f'no norm of {kind} has parameters'
+        reason = f'{trained} of {kind} holds different numbers' if trained else f'no norm of {kind} has parameters'
         raise ValueError(
-            f'{looked_at}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
+            f'{reason}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
         )
 
 
@@ -105,7 +105,7 @@ def _drawn(module: Any, bias: Tensor) -> bool:
 def position_embedding(network: Transformer, patches: int) -> Tensor:
     """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them."""
     embedding, prefix = network.position, network.num_prefix_tokens
-    shape = tuple(embedding.shape) if isinstance(embedding, nn.Parameter) else ()
+    shape = () if embedding is None else tuple(embedding.shape)
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
         raise ValueError(
             f'{network.layout.position}={shown(embedding)} of a {network.kind} must be a parameter of shape '
@@ -139,9 +139,7 @@ class PositionChannels:
     ) -> None:
         width = attentions[0].width
         if width < 2 * number:
-            raise ValueError(
-                f'tokens of {width} channels are too narrow: {number} are for the position, and as many for the content'
-            )
+            raise ValueError(f'tokens of {width} channels are too narrow: {2 * number} are for position and content')
         drawn = torch.randn(width, number, generator=generator, dtype=torch.float64, device='cpu')
         directions = torch.linalg.qr(torch.cat([torch.ones_like(drawn[:, :1]), drawn], 1))[0][:, 1:]
         self.directions = directions.to(attentions[0].weight('q').device)  # (D, number)
@@ -149,7 +147,7 @@ class PositionChannels:
         self.network, self.attentions = network, attentions
         self.patches: Any = network.patch_convolutions[-1]
         self.prefix = [token.data for token in network.tokens]
-        learned = [*self.prefix, *([network.position.data] if isinstance(network.position, nn.Parameter) else [])]
+        learned = [*self.prefix, *([] if network.position is None else [network.position.data])]
         for module in [self.patches, *(x for a in attentions for x in (a.output, mlp_maps(a)[-1]))]:
             for rows in (module.weight, module.bias):
                 if rows is not None:
@@ -175,9 +173,7 @@ class PositionChannels:
     def hold_constant(self) -> None:
         """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias."""
         if self.patches.bias is None:
-            raise ValueError(
-                f'the patch embedding of {self.network.kind} has no bias: rotated queries and keys need it'
-            )
+            raise ValueError(f'the patch embedding of {self.network.kind} has no bias, which rotations need')
         self.patches.bias.data += (self.norm * self.directions[:, 0]).to(self.patches.bias)
 
     def in_turn(self, images: Tensor, set_heads: Callable[[Attention, Tensor], None]) -> None:

@@ -7,7 +7,7 @@ in uniform attention.
 """
 
 import math
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -36,25 +36,28 @@ def window_of(bias: Any) -> Tuple[int, int]:
     return int(bias.window_size[0]), int(bias.window_size[1])
 
 
-def start_relative(network: Transformer, attention: Attention, alpha: float) -> None:
-    """Sets the position bias of an attention, which has to be a table, and its queries."""
-    bias: Any = bias_of(network, attention)
-    table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
-    if hasattr(bias, 'generate_relative_position_index'):  # Hugging Face's BEiT computes it for each image
-        index = bias.generate_relative_position_index(window_of(bias))
-    if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
-        raise ValueError(
-            f'the relative positions of {attention.name} are a {type(bias).__name__} without a table of biases: a '
-            "start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or an embedding "
-            'of absolute positions'
-        )
-    size = window_of(bias)
-    patches, tokens = size[0] * size[1], round(index.numel() ** 0.5)
-    index = index.reshape(tokens, tokens)[tokens - patches :, tokens - patches :]  # class tokens come first
-    constant = log_share_of_peak(alpha, patches) if tokens > patches else 0.0
-    scores = constant + at_grid_shifts(gaussian_table(attention.shifts.to(table.device), alpha, size), size)
-    table.data[index] = scores.permute(1, 2, 0).to(table)
-    attention.set_maps('qk', torch.zeros_like(attention.weight('q')), attention.weight('k').clone())
+def start_relative(
+    network: Transformer, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+) -> None:
+    """Sets the position biases of all layers, which have to be tables, and their queries; nothing is drawn."""
+    for attention in attentions:
+        bias: Any = bias_of(network, attention)
+        size = window_of(bias)
+        table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
+        if hasattr(bias, 'generate_relative_position_index'):  # Hugging Face's BEiT computes it for each image
+            index = bias.generate_relative_position_index(size)
+        if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
+            raise ValueError(
+                f'the relative positions of {attention.name} are a {type(bias).__name__} without a table of biases: a '
+                "start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or an "
+                'embedding of absolute positions'
+            )
+        patches, tokens = size[0] * size[1], round(index.numel() ** 0.5)
+        index = index.reshape(tokens, tokens)[tokens - patches :, tokens - patches :]  # class tokens come first
+        constant = log_share_of_peak(alpha, patches) if tokens > patches else 0.0
+        scores = constant + at_grid_shifts(gaussian_table(attention.shifts.to(table.device), alpha, size), size)
+        table.data[index] = scores.permute(1, 2, 0).to(table)
+        attention.set_maps('qk', torch.zeros_like(attention.weight('q')), attention.weight('k').clone())
 
 
 def gaussian_table(shifts: Tensor, alpha: float, size: Tuple[int, int]) -> Tensor:

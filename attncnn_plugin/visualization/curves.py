@@ -91,7 +91,7 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
         ValueError: No reports, or one without layers that have heads.
     """
     if not reports:
-        raise ValueError('reports is empty: give at least one, of analyze_heads.py --json')
+        raise ValueError('reports is empty: give at least one, of attncnn report --json')
     figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
     panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
     for column, (label, report) in enumerate(reports.items()):

@@ -2,33 +2,69 @@
 
 import pathlib
 import re
+import runpy
 
+import numpy as np
 import pytest
 import timm
 import torch
+from helpers.explorer_pages import unpack
 from PIL import Image
 
 from attncnn_plugin.analysis import head_report
 from attncnn_plugin.weights import FOLDER, example_images
 
 GALLERY = pathlib.Path(__file__).parents[2] / 'docs/gallery'
-EXPLORER = GALLERY.parents[1] / 'attncnn_plugin/explorer'
+SCRIPT = runpy.run_path(str(GALLERY.parent / 'explorer_pages.py'))
 PAGES = sorted(GALLERY.rglob('*.html'))
 NAMES = [page.parent.name for page in PAGES]
 
 
 def test_there_are_pages():
-    assert PAGES
+    assert sorted(SCRIPT['PAGES']) == NAMES
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
 def test_small_current_and_linked(page):
-    """Its script and style are those of the package: a page is written again where these change."""
+    """A page is what its script writes of today's weights, but for the last bits of other versions of PyTorch."""
     assert page.stat().st_size < 2.5e6
-    text = page.read_text(encoding='utf-8')
-    assert all((EXPLORER / f'explorer.{kind}').read_text(encoding='utf-8') in text for kind in ('js', 'css'))
+    now, then = SCRIPT['page'](page.parent.name), page.read_text(encoding='utf-8')
+    shells = [re.sub(r'id="data">[^<]*<', '', text) for text in (now, then)]
+    assert shells[0] == shells[1], 'run docs/explorer_pages.py again'
+    assert_alike(unpack(now), unpack(then))
     name = page.relative_to(GALLERY).as_posix()
     assert any(f'({name})' in text.read_text() for text in GALLERY.glob('*.md'))
+    assert 'href="index.html"' in then and (GALLERY / f'{page.parent.name}.md').is_file()  # beside it on the site
+
+
+def assert_alike(now, then):
+    """Whether two pages have the same data, up to a step of a byte and 1e-4 of a number."""
+    if isinstance(now, dict):
+        assert now.keys() == then.keys()
+        for key in now:
+            assert_alike(now[key], then[key])
+    elif isinstance(now, list):
+        assert len(now) == len(then)
+        for own, other in zip(now, then):
+            assert_alike(own, other)
+    elif isinstance(now, np.ndarray):
+        assert now.shape == then.shape and now.dtype == then.dtype
+        close = dict(rtol=0, atol=1) if now.dtype == np.uint8 else dict(rtol=1e-4, atol=1e-6)
+        assert np.allclose(now.astype(float), then.astype(float), **close), 'run docs/explorer_pages.py again'
+    else:
+        assert now == (pytest.approx(then, abs=1e-5) if isinstance(now, float) else then)
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_documentation(browser):
+    """Its frames are what the page shows today; fonts of other machines may differ a little."""
+    now = SCRIPT['loop'](GALLERY / 'quadratic/explorer.html')
+    then = Image.open(GALLERY.parent / 'images/explorer.webp')
+    assert then.n_frames == len(now) and (GALLERY.parent / 'images/explorer.webp').stat().st_size < 500_000
+    for number, frame in enumerate(now):
+        then.seek(number)
+        small = [np.asarray(own.convert('RGB').resize((80, 93)), dtype=float) for own in (frame, then)]
+        assert np.abs(small[0] - small[1]).mean() < 2, 'run docs/explorer_pages.py again'
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -1,7 +1,6 @@
 """What is in a page of the explorer."""
 
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from helpers.explorer_pages import (
     unpack,
 )
 from helpers.small import SMALL, small_mixed, small_timm
-from PIL import Image
 
 from attncnn_plugin import attention_maps
 from attncnn_plugin.explorer import explorer_page
@@ -129,7 +127,7 @@ def test_pages_that_are_too_large():
     model, images = content_model(), images_of(2)
     size = len(page_of(model, images).encode())
     assert len(page_of(model, images, max_bytes=size).encode()) == size
-    with pytest.raises(ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,}.*: give fewer'):
+    with pytest.raises(ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,} .*: give fewer'):
         page_of(model, images, max_bytes=size - 1)
 
 
@@ -170,7 +168,7 @@ def test_errors():
         explorer_page(model, images[:0], [])
     with pytest.raises(ValueError, match='float64 and shape'):
         explorer_page(model, images, [np.zeros((16, 16))] * 2)
-    with pytest.raises(ValueError, match='blocks.0.attn, 40x40 tokens with 1600 keys each, more than the 1,048,576'):
+    with pytest.raises(ValueError, match='blocks.0.attn has 40x40 tokens with 1600 keys each, more than the 1,048,576'):
         page_of(model, images_of(size=80))
     with pytest.raises(ValueError, match='blocks.0.attn are not finite'):
         page_of(content_model(), images * float('inf'))
@@ -184,20 +182,6 @@ def test_page_asks_for_nothing():
     assert not re.search(r'\b(src|href)=', page)
 
 
-def test_tool(tool, repository, tmp_path, monkeypatch, capsys):
-    mmpretrain = pytest.importorskip('mmpretrain')
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save('digit.png')
-    Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save('photo.jpg')
-    config = str(repository / 'configs/sa_quadratic_digits.py')
-    torch.save(dict(state_dict=mmpretrain.get_model(config).state_dict()), 'model.pth')
-    explore = partial(tool, 'visualization/attention_explorer.py', config, 'model.pth')
-    explore('digit.png', 'photo.jpg', 5, '--out', 'pages/explorer.html')
-    output = capsys.readouterr().out
-    assert 'Saved ' in output and ' MB' in output
-    content = unpack((tmp_path / 'pages/explorer.html').read_text(encoding='utf-8'))
-    assert content['names'] == ['digit.png', 'photo.jpg', 'test image 5'] and content['grid'] == [8, 8]
-    assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 3
-    with pytest.raises(SystemExit, match='model.pth cannot be read as an image'):
-        explore('model.pth')
+def test_way_back():
+    page = page_of(quadratic_model(), images_of(), back='../"a"/')
+    assert re.findall(r'<a [^>]*>[^<]*</a>', page) == ['<a href="../&quot;a&quot;/">← Back</a>']

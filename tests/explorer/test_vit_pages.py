@@ -1,21 +1,28 @@
 """Pages of other libraries' vision transformers: what is in them is the attention that the model computes."""
 
+import contextlib
 import math
 
 import pytest
+import timm
 import torch
-from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
+from helpers.explorer_pages import beside_in, images_of, page_of, pictures_of, probs_in, relative_errors, unpack
+from helpers.vits import OF_HUGGING_FACE, OF_MMPRETRAIN, OF_TIMM, OF_TORCHVISION, SIZE, not_small, small_vit
+from timm.layers import to_2tuple
 
 from attncnn_plugin import attention_maps
+from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.pruning import prune_heads
 
+KINDS = [*OF_TIMM, *OF_MMPRETRAIN, *OF_HUGGING_FACE, *OF_TORCHVISION]
 OTHERS = {
-    **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),
-    **dict.fromkeys([name for name in [*OF_TIMM, *OF_MMPRETRAIN] if name.lower().startswith('swin')], []),
-    **dict.fromkeys(['beit_base_patch16_224', 'BEiTViT'], ['extra 1']),  # which read the mean of the patches
+    **dict.fromkeys(KINDS, ['cls']),
+    **dict.fromkeys([name for name in KINDS if 'swin' in name.lower()], []),
+    # Which read the mean of the patches.
+    **dict.fromkeys(['beit_base_patch16_224', 'BEiTViT', 'transformers.Beit'], ['extra 1']),
     **dict.fromkeys(['eva02_tiny_patch14_224', 'eva02_base_patch14_224'], ['extra 1']),
-    'deit_tiny_distilled_patch16_224': ['cls', 'extra 2'],
+    **dict.fromkeys(['deit_tiny_distilled_patch16_224', 'transformers.DeiT'], ['cls', 'extra 2']),
+    **dict.fromkeys(['transformers.Dinov2WithRegisters', 'transformers.DINOv3ViT'], ['cls', 'extra 2', 'extra 3']),
     'vit_relpos_small_patch16_224': [],
     'vit_relpos_base_patch32_plus_rpn_256': [],
     'vit_small_patch16_dinov3': [f'extra {i}' for i in range(1, 6)],
@@ -39,7 +46,7 @@ def check(layer, probs, image=0):
             assert set(sorted(keys)[seen.sum() :]) <= {len(seen)}
 
 
-@pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
+@pytest.mark.parametrize('name', KINDS)
 def test_every_kind(name):
     model, images, passes = small_vit(name), images_of(2, size=SIZE), []
     model.train()  # some of mmpretrain's give None
@@ -52,7 +59,7 @@ def test_every_kind(name):
     assert [layer['name'] for layer in layers] == list(expected)
     for layer, probs in zip(layers, expected.values()):
         assert list(layer['parts']) == ['attention'] and layer['heads'] == 3 and layer['others'] == OTHERS[name]
-        assert math.prod(layer['grid']) == probs.shape[-1] - len(OTHERS[name]) and layer['centers'] is None
+        assert math.prod(layer['grid']) == probs.shape[-1] - len(OTHERS[name]) and 'centers' not in layer
         assert (layer['keys'] is None) == ('swin' not in name.lower() or layer['grid'] == [4, 4])
         for image in range(2):
             check(layer, probs[image], image)
@@ -102,5 +109,64 @@ def test_heads_that_were_pruned(name):
 
 def test_errors():
     model = small_vit(SWIN, img_size=644, embed_dim=6, depths=(1,), num_heads=(1,), window_size=7)
-    with pytest.raises(ValueError, match='blocks.0.attn, 161x161 tokens with 49 keys each'):
+    with pytest.raises(ValueError, match='blocks.0.attn has 161x161 tokens with 49 keys each'):
         page_of(model, images_of(1, size=644))
+
+
+LEFT_OUT = {  # heads mixed to negative weights, and the class token alone; fewer queries than keys
+    'cait_xxs24_224': (
+        dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3),
+        'blocks_token_only.0.attn',
+    ),
+    'hiera_tiny_224': (dict(img_size=128, stages=(1, 1, 1, 1), embed_dim=24, num_heads=1), 'blocks.1.attn'),
+    'maxvit_nano_rw_256': (dict(img_size=128), None),  # attention in windows, and in grids of tokens that lie apart
+    'vit_small_patch14_reg4_dinov2': (dict(img_size=(28, 56), patch_size=14, embed_dim=24, num_heads=3, depth=2), None),
+}
+
+
+@pytest.mark.parametrize('name', LEFT_OUT)
+def test_what_is_left_out_is_named(name):
+    settings, without = LEFT_OUT[name]
+    model, height, width = timm.create_model(name, **settings).eval(), *to_2tuple(settings['img_size'])
+    if name.startswith('cait'):  # no negative weights in the first block, whose rows add up to 1
+        mixed = model.blocks[0].attn.proj_w
+        mixed.weight.data, mixed.bias.data = mixed.weight.data.softmax(-1), torch.zeros(3)
+    images = images_of(1, size=height, width=width)
+    with pytest.warns(UserWarning, match='is left out') if without else contextlib.nullcontext():
+        content = unpack(page_of(model, images))
+    expected, left_out = attention_maps(model, images), content['leftOut']
+    assert {layer['name'] for layer in content['layers']} == expected.keys() - left_out
+    assert without in left_out if without else not left_out
+    for layer in content['layers']:
+        check(layer, expected[layer['name']][0])
+
+
+def test_keyword_arguments_and_a_call():
+    """CLIP: the vision tower alone, of keyword arguments, and inside of the whole model."""
+    transformers = pytest.importorskip('transformers')
+    tower = dict(image_size=SIZE, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
+    vision = not_small(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**tower, intermediate_size=24)))
+    whole = transformers.CLIPModel(transformers.CLIPConfig(vision_config=vision.config.to_dict()))
+    whole.vision_model.load_state_dict(getattr(vision, 'vision_model', vision).state_dict())
+    images = images_of(2, size=SIZE)
+    call = lambda model, images: model.get_image_features(pixel_values=images)  # noqa: E731
+    pages = [
+        unpack(page_of(vision, images)),
+        unpack(explorer_page(vision, dict(pixel_values=images), pictures_of(images))),
+    ]
+    pages.append(unpack(page_of(whole, images, call=call)))
+    for page in pages:
+        for layer, probs in zip(page['layers'], attention_maps(vision, images).values()):
+            assert layer['others'][0] in ('cls', 'extra 1') and layer['grid'] == [4, 4]
+            for image in range(2):
+                check(layer, probs[image], image)
+
+
+def test_text_is_refused():
+    transformers = pytest.importorskip('transformers')
+    size = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=24)
+    model, images = transformers.BertModel(transformers.BertConfig(**size)), images_of(1)
+    with pytest.raises(ValueError, match=r'no page of a BertModel with images=.*\(1, 3, 16, 16\)'):
+        page_of(model, images)
+    with pytest.raises(ValueError, match='no attention of a BertModel is between all patches of a grid'):
+        explorer_page(model, dict(input_ids=torch.ones(1, 5, dtype=torch.long)), pictures_of(images))

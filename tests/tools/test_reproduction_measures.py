@@ -45,7 +45,7 @@ def test_what_begins_without_shifts_has_no_attention_there():
 def test_the_released_start():
     """What heads look at is that of impulses; biases are drawn, and MLPs as PyTorch draws them."""
     torch.manual_seed(0)
-    module = started('impulse, 192', 'starts-192').backbone
+    module = started('impulse, 192').backbone
     for layer in module.layers:
         queries, keys, _ = layer.attn.qkv.weight.chunk(3)
         assert all(part.norm().item() == pytest.approx(7 * 3**0.5, rel=1e-4) for part in (queries, keys))

@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmpretrain import get_model
 from PIL import Image
 
-from attncnn_plugin.mm.config_model import ConfigModel
+from attncnn_plugin.commands.config_model import ConfigModel
 
 MEAN, STD = [120, 110, 100], [60, 61, 62]
 
@@ -48,6 +48,10 @@ def load(folder, **options):
     return ConfigModel(str(folder / 'config.py'), str(folder / 'model.pth'), options)
 
 
+def read(loaded, path):
+    return loaded.read(str(path))
+
+
 def test_a_config_without_a_scope(folder):
     """As mmpretrain's own in Python have it."""
     assert load(folder, default_scope=None).config.default_scope is None
@@ -56,26 +60,25 @@ def test_a_config_without_a_scope(folder):
 def test_files_are_read_as_the_test_set_reads_them(folder):
     loaded = load(folder)
     assert not loaded.model.training and loaded.meta == dict(epoch=7)
-    assert (loaded.img_size, loaded.grid) == ((16, 16), (8, 8))
-    images = [loaded.read(folder / f'data/class{i // 3}/{i}.png') for i in range(6)]
-    assert all(torch.equal(image, loaded.test_set[i]['inputs']) for i, image in enumerate(images))
-    assert all(torch.equal(image, images[2 * i]) for i, image in enumerate(loaded.test_images(3)))
-    assert all(torch.equal(image, images[3 * i]) for i, image in enumerate(loaded.read_folder(folder / 'data', 2)))
-    assert torch.equal(loaded.image('4'), images[4])
-    assert torch.equal(loaded.image(str(folder / 'data/class1/4.png')), images[4])
+    assert loaded.shape == (3, 16, 16) and loaded.num_tests == 6
+    images = [read(loaded, folder / f'data/class{i // 3}/{i}.png')[0] for i in range(6)]
+    assert all(torch.equal(image, loaded.read(str(i))[0]) for i, image in enumerate(images))
+    tests, files = loaded.images(None, 3), loaded.images([str(folder / 'data')], 2)
+    assert [image.name for image in tests + files] == ['test image 0', 'test image 2', 'test image 4', '0.png', '3.png']
+    assert [image.label for image in tests + files] == [None] * 3 + [0, 1]
+    assert all(torch.equal(image.tensor, images[2 * i]) for i, image in enumerate(tests))
+    assert torch.equal(loaded.inputs([str(folder / 'data')], 2), torch.stack([images[0], images[3]]))
     expected = (photo(1) - np.array(MEAN)) / np.array(STD)
-    assert np.allclose(loaded.inputs(images)[1].permute(1, 2, 0).numpy(), expected, atol=1e-5)
+    assert np.allclose(images[1].permute(1, 2, 0).numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('to_rgb', [True, False])
 def test_pictures_are_red_first(folder, to_rgb):
     loaded = load(folder, **{'data_preprocessor.to_rgb': to_rgb})
-    image = loaded.read(folder / 'data/class0/0.png')
-    assert np.array_equal(loaded.picture(image), photo(0))
-    assert torch.equal(image, loaded.test_set[0]['inputs'])
+    image, picture = read(loaded, folder / 'data/class0/0.png')
+    assert np.array_equal(picture, photo(0)) and np.array_equal(loaded.read('0')[1], photo(0))
     # Without to_rgb the model takes files as they are read, blue first.
-    first = photo(0)[..., 0 if to_rgb else 2]
-    assert np.allclose(loaded.inputs([image])[0, 0].numpy(), (first - 120.0) / 60, atol=1e-5)
+    assert np.allclose(image[0].numpy(), (photo(0)[..., 0 if to_rgb else 2] - 120.0) / 60, atol=1e-5)
 
 
 @pytest.mark.parametrize('loading', ['mmcv.LoadImageFromFile', LoadImageFromFile])
@@ -84,14 +87,14 @@ def test_how_the_step_that_loads_files_is_written(folder, loading):
     part = dict(_delete_=True, type='BalancedSubset', num_images=1, dataset=dict(pipeline=pipeline))
     for options in ({'test_dataloader.dataset.pipeline': pipeline}, {'test_dataloader.dataset': part}):
         loaded = load(folder, **options)
-        assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
+        assert np.array_equal(read(loaded, folder / 'data/class0/0.png')[1], photo(0))
 
 
 def test_images_in_memory_are_red_first(folder):
     in_memory = dict(_delete_=True, type='CIFAR10', data_prefix='nowhere', pipeline=[dict(type='PackInputs')])
     loaded = load(folder, **{'data_preprocessor.to_rgb': False, 'test_dataloader.dataset': in_memory})
-    image = loaded.read(folder / 'data/class0/0.png')
-    assert np.array_equal(image.permute(1, 2, 0).numpy(), photo(0)) and np.array_equal(loaded.picture(image), photo(0))
+    image, picture = read(loaded, folder / 'data/class0/0.png')
+    assert np.array_equal(picture, photo(0)) and np.allclose(image[0].numpy(), (photo(0)[..., 0] - 120.0) / 60)
 
 
 def test_grey_images(folder, repository):
@@ -99,62 +102,57 @@ def test_grey_images(folder, repository):
     options = {'data_preprocessor': dict(_delete_=True, mean=[100], std=[50]), 'model.backbone.in_channels': 1}
     save_config(folder, repository, **options, **{'test_dataloader.dataset.pipeline': steps})
     loaded = load(folder)
-    image = loaded.read(folder / 'data/class0/0.png')
+    image, picture = read(loaded, folder / 'data/class0/0.png')
     assert image.shape == (1, 16, 16)
     grey = cv2.cvtColor(photo(0), cv2.COLOR_RGB2GRAY).astype(int)
-    assert abs(image[0].numpy() - grey).max() <= 1
-    assert np.array_equal(loaded.picture(image), np.repeat(image[0].numpy()[..., None], 3, axis=2))
+    assert abs(image[0].numpy() * 50 + 100 - grey).max() <= 1.001
+    assert np.allclose(picture, np.repeat(image[0].numpy()[..., None] * 50 + 100, 3, axis=2), atol=0.01)
     config = str(repository / 'configs/resnet18_to_attention_digits.py')  # its backbone has the CNN inside
     torch.save(get_model(config).state_dict(), folder / 'cnn.pth')
-    assert ConfigModel(config, str(folder / 'cnn.pth')).read(folder / 'data/class0/0.png').shape == (1, 16, 16)
+    loaded = ConfigModel(config, str(folder / 'cnn.pth'))
+    assert read(loaded, folder / 'data/class0/0.png')[0].shape == (1, 16, 16)
 
 
 def test_another_size_is_said_and_fitted(folder, capsys):
     bar = np.zeros((32, 8, 3), np.uint8)
     Image.fromarray(np.concatenate([bar, photo(0, 32, 48), bar], axis=1)).save(folder / 'wide.png')
     loaded = load(folder, **{'model.backbone.img_size': (16, 24)})
-    image = loaded.read(folder / 'wide.png')
-    assert image.shape == (3, 16, 24) and image.min() > 0  # the middle of it
+    _, picture = read(loaded, folder / 'wide.png')
+    assert picture.shape == (16, 24, 3) and picture.min() > 0  # the middle of it
     said = 'wide.png: (32, 64) pixels after the test pipeline are scaled and cropped to (16, 24)'
     assert said in capsys.readouterr().err
-    assert load(folder).read(folder / 'data/class0/0.png').shape == (3, 16, 16) and not capsys.readouterr().err
+    assert read(load(folder), folder / 'data/class0/0.png')[0].shape == (3, 16, 16) and not capsys.readouterr().err
 
 
 def test_kinds_of_files(folder):
     loaded = load(folder)
-    expected = loaded.read(folder / 'data/class0/0.png')
+    expected, _ = read(loaded, folder / 'data/class0/0.png')
     Image.fromarray(np.dstack([photo(0), np.full((16, 16), 255, np.uint8)])).save(folder / 'alpha.png')
     Image.fromarray(photo(0)).save(folder / 'image.bmp')
     for name in ('alpha.png', 'image.bmp'):
-        assert torch.equal(loaded.read(folder / name), expected), name
+        assert torch.equal(read(loaded, folder / name)[0], expected), name
     sideways = Image.fromarray(np.rot90(photo(0)))  # 6: to be turned by 90 degrees to the right
     exif = sideways.getexif()
     exif[274] = 6
     sideways.save(folder / 'sideways.png', exif=exif)
-    assert torch.equal(loaded.read(folder / 'sideways.png'), expected)
+    assert torch.equal(read(loaded, folder / 'sideways.png')[0], expected)
     levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
     Image.fromarray(levels * 257).save(folder / 'deep.png')
-    assert np.array_equal(loaded.picture(loaded.read(folder / 'deep.png'))[..., 0], levels)
+    assert np.array_equal(read(loaded, folder / 'deep.png')[1][..., 0], levels)
 
 
 def test_images_that_cannot_be_read(folder):
     loaded = load(folder)
     (folder / 'broken.png').write_text('no image')
-    with pytest.raises(ValueError, match='broken.png cannot be read as an image'):
-        loaded.read(folder / 'broken.png')
-    with pytest.raises(FileNotFoundError, match='none.png'):
-        loaded.read(folder / 'none.png')
-    with pytest.raises(ValueError, match='image 6 must be a file, or below 6, the size of the test set'):
-        loaded.image('6')
     np.save(folder / 'array.npy', photo(0))
-    with pytest.raises(ValueError, match='array.npy cannot be read as an image .*: give a file such as PNG or JPEG'):
-        loaded.read(folder / 'array.npy')
-    with pytest.raises(ValueError, match='2 different sizes after the test pipeline, such as .16, 16. and .18, 16.'):
-        loaded.inputs([torch.zeros(3, 16, 16), torch.zeros(3, 18, 16)])
-    (folder / 'empty').mkdir()
-    (folder / 'empty/notes.txt').write_text('')
-    with pytest.raises(ValueError, match='empty holds no image files'):
-        loaded.read_folder(folder / 'empty', 3)
+    for path, error, message in (
+        (folder / 'broken.png', ValueError, 'broken.png cannot be read as an image'),
+        (folder / 'none.png', FileNotFoundError, 'none.png'),
+        ('6', ValueError, 'image 6 must be a file, or below 6, the size of the test set'),
+        (folder / 'array.npy', ValueError, 'array.npy cannot be read as an image .*: give a file such as PNG or JPEG'),
+    ):
+        with pytest.raises(error, match=message):
+            read(loaded, path)
 
 
 def test_configs_and_checkpoints_that_do_not_do(folder, repository):
@@ -164,7 +162,7 @@ def test_configs_and_checkpoints_that_do_not_do(folder, repository):
         ConfigModel(str(repository / 'configs/sa_learned_digits.py'), str(folder / 'model.pth'))
     with pytest.raises(ValueError, match="type='SAQuadratik' is no .*: did you mean SAQuadratic"):
         load(folder, **{'model.backbone.type': 'SAQuadratik'})
-    with pytest.raises(ValueError, match='test dataset of .* cannot be read .*: give images of your own'):
-        load(folder, **{'test_dataloader.dataset.data_root': 'nowhere'}).test_images(3)
+    with pytest.raises(ValueError, match='test set of .* cannot be read .*: give --images FOLDER'):
+        load(folder, **{'test_dataloader.dataset.data_root': 'nowhere'}).images(None, 3)
     with pytest.raises(ValueError, match='has no test_dataloader'):
-        load(folder, test_dataloader=None).read(folder / 'data/class0/0.png')
+        read(load(folder, test_dataloader=None), folder / 'data/class0/0.png')
