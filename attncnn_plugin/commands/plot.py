@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -34,7 +35,9 @@ def draw_model(args: Namespace) -> Any:
     """Returns a figure of a model."""
     loaded = load(args)
     if args.figure in ('attention', 'heads'):
-        draw = visualization.plot_heads if args.figure == 'heads' else visualization.plot_attention
+        draw = (
+            visualization.plot_heads if args.figure == 'heads' else partial(visualization.plot_attention, overlay=True)
+        )
         return draw(loaded.model, loaded.inputs(args.images, args.num_images))
     layers = list(attention_layers(loaded.model).values())
     by_position = bool(layers) and all(layer.has_position_scores for layer in layers)
@@ -47,8 +50,10 @@ def draw_model(args: Namespace) -> Any:
         images = loaded.images(args.images, args.num_images)
         maps = mean_attention(loaded.model, stacked(images))
         maps = {name: own for name, own in maps.items() if own.num_images}
-        picture = images[0].pixels if len(images) == 1 else None
-        return visualization.plot_attention_probs(maps, args.query, zoom=None, image=picture, **numbers)
+        if len(images) == 1:
+            query = next(iter(maps.values())).of_query(args.query)[1]
+            return visualization.plot_attention(loaded.model, stacked(images), list(maps), query, True, **numbers)
+        return visualization.plot_attention_probs(maps, args.query, zoom=None, **numbers)
     maps = mean_attention(loaded.model, **loaded.of_position(args), part='position' if by_position else 'all')
     if args.figure == 'centers':
         return visualization.plot_attention_centers(maps, query=args.query, **numbers)
