@@ -54,10 +54,12 @@ def __getattr__(name: str):
 
 
 if has_mmpretrain():
-    _problem = import_problem()
-    if _problem is None:
-        from .mm.tools import config_problem
+    with warnings.catch_warnings():  # about parts of mmcv and setuptools that nothing here needs
+        warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated')
+        _problem = import_problem()
+        if _problem is None:
+            from .mm.tools import config_problem
 
-        _problem = config_problem()
+            _problem = config_problem()
     if _problem is not None:
         warnings.warn(_problem, stacklevel=2)

@@ -5,7 +5,7 @@ import functools
 import gc
 import types
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -20,7 +20,7 @@ CLOSED = (nn.Module, type, types.ModuleType, str, bytes, int, float, type(None))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows of cells as a table, a line each."""
+    """Formats rows of cells as a table, a line each."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
@@ -42,7 +42,7 @@ class Successor:
 
 
 def within(name: str, replaced: Mapping[nn.Parameter, Successor]) -> Dict[nn.Parameter, Successor]:
-    """Returns what became of the parameters of a layer, with their names in its model; empty for the model itself."""
+    """Returns what replaced the parameters of a layer, with names in its model; ``name`` is empty for the model."""
     prefix = f'{name}.' if name else ''
     return {
         old: replace(own, parameters={prefix + key: new for key, new in own.parameters.items()})
@@ -56,7 +56,7 @@ def succession(
     heir: Optional[nn.Parameter] = None,
     inherit: Optional[Callable[[Tensor], Tensor]] = None,
 ) -> Successor:
-    """Returns the :class:`Successor` of a parameter, whose attributes and hooks the new parameters get.
+    """Returns the :class:`Successor` of a parameter, and gives the new parameters its attributes and hooks.
 
     Attributes such as ``no_weight_decay``, which they do not all have, go to all of them. A tensor among these of the
     parameter's shape, and hooks, go to an heir; handles of hooks stay valid.
@@ -85,7 +85,7 @@ def succession(
 
 
 def holds_tensors(own: Any) -> bool:
-    """Returns True if an object holds a tensor of several entries, at any depth; a function does what it reads."""
+    """Returns True if an object, or what a function in it reads, holds a tensor of several entries at any depth."""
     return any(isinstance(value, Tensor) and value.numel() > 1 for _, _, value, _ in held_by(own))
 
 
@@ -153,8 +153,11 @@ def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: It
     """
     held: List[Any] = [own for _, _, own, _ in held_by(optimizers)]
     held += [vars(own) for own in held if hasattr(own, 'param_groups')]
+    tensors: List[Any] = []
     for module in {module for model in models for module in model.modules()}:
         held += [vars(module), *vars(module).values()]
+        tensors += [own for _, own in (*module.named_parameters('', False), *module.named_buffers('', False))]
+    data = [(own, type(own), own.data, own.grad) for own in tensors if is_lazy(own) or is_plain(own)]
     before = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in held if isinstance(own, (dict, list))]
     entries = [(own, own.detach().clone()) for own in values]
     try:
@@ -163,9 +166,33 @@ def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: It
         for own, kept in before:
             own.clear()
             own.update(kept) if isinstance(own, dict) else own.extend(kept)
+        for own, kind, value, grad in data:
+            if own.size() != value.size():
+                own.__class__, own.data, own.grad = kind, value, grad
         for own, value in entries:
             own.data.copy_(value)
         raise
+
+
+class _Undo(Exception):
+    """Has what was changed put back."""
+
+
+@contextmanager
+def undone(models: Iterable[nn.Module], values: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Puts models back as they were at the end, too: for what is only tried out, see :func:`all_or_nothing`."""
+    with suppress(_Undo), all_or_nothing(models, values=values):
+        yield
+        raise _Undo
+
+
+@torch.inference_mode(False)
+def resize(module: nn.Module, name: str, shape: Sequence[int]) -> None:
+    """Gives a parameter or buffer another shape, all 0; it stays the same object, which an optimizer may hold."""
+    path, _, leaf = name.rpartition('.')
+    own: Any = getattr(module.get_submodule(path), leaf)
+    with torch.inference_mode(own.is_inference()):  # of a model that was built in inference mode
+        own.data, own.grad = own.data.new_zeros(shape), None
 
 
 def check_not_distributed(model: nn.Module, *wrappers: type) -> None:

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from .attention.images import ImageAttention, kind_of
-from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
+from .attention.state_dicts import Restructurable, StructureError, read_extra_state, try_loading
 from .attention.window import CONVOLUTIONS, shown
-from .change import Change
+from .change import Change, undone
 from .checkpoint_files import load_from_local
 from .convert.convolutions import computed
 from .convert.models import apply, in_words
 from .convert.pixels import OwnConvolution, check_settings, new_attention
-from .heads.sizes import RECORD, FewerHeads
+from .heads.sizes import RECORD, FewerHeads, note_in_configs
 
 HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema'  # of a state dict, in a checkpoint
 WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
@@ -60,17 +60,18 @@ def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str
     state_dict = weights_in(state_dict, model)
     structures = plan(model, state_dict)
     if strict:
-        trial = copy_without_values(model)
-        new = {name: copy_without_values(own) for name, own in structures.items() if isinstance(own, nn.Module)}
-        apply(trial, {**structures, **new})
-        check_loading(trial, state_dict, strict)
-    return apply(model, structures)
+        with undone([model, *(own for own in structures.values() if isinstance(own, nn.Module))]):
+            apply(model, structures)
+            try_loading(model, state_dict, strict)
+    change = apply(model, structures)
+    note_in_configs(model)
+    return change
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> Dict[str, Any]:
-    """Returns the structures that modules of a model, by name, have to take from a state dict; nothing changes yet.
+    """Returns the structures that modules of a model, by name, need for a state dict; nothing changes yet.
 
     A structure is what the ``take_structure`` of the module takes, such as a number of heads, or the module that takes
     its place. Modules of this package whose entries no structure explains are left to the loading.
@@ -98,7 +99,7 @@ def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> D
 
 
 def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
-    """Returns the state dict in a checkpoint, by the names of a model; of averages too, which have its structure.
+    """Returns the state dict in a checkpoint, or its averages, which have the same structure, by the model's names.
 
     Raises:
         FileNotFoundError: There are no weights in a folder.
@@ -123,7 +124,7 @@ def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
-    """Returns the attention that a state dict has instead of a convolution, or of attention of another kind, or None.
+    """Returns the attention that a state dict has in place of a convolution or of another kind of attention, or None.
 
     Raises:
         StructureError: The convolution cannot be converted.

@@ -1,4 +1,4 @@
-"""The models of the table of docs/transformers.md: how each is built, on what it runs, how many attentions it has."""
+"""The models of docs/tables/transformers.md: how each is built, on what it runs, how many attentions it has."""
 
 # ruff: noqa: E501
 # fmt: off

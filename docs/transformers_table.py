@@ -1,4 +1,4 @@
-"""Writes the table of docs/transformers.md: one small model of every architecture, what is seen, and what is right.
+"""Writes docs/tables/transformers.md: one small model of every architecture, what is seen, and what is right.
 
 Run by hand, ``python docs/transformers_table.py [GLOB …]``; a slow test runs a few rows of it.
 """
@@ -331,7 +331,7 @@ def main() -> None:
                 with_heads += own.pruned != '–'
                 again += own.loaded == 'yes'
     if len(sys.argv) == 1:
-        page = Path(__file__).parent / 'transformers.md'
+        page = Path(__file__).parent / 'tables/transformers.md'
         before, _, rest = page.read_text(encoding='utf-8').partition('<!-- table -->\n')
         after = rest.partition('<!-- end -->')[2]
         share = f'All attention is seen of {whole} of the {with_softmax} models that have softmax attention.'

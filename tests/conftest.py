@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers.versions import new_hugging_face
 
+from attncnn_plugin import commands
+
 # Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
@@ -22,7 +24,8 @@ hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, pr
 
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
-        'analysis/test_analyze_heads.py',
+        'commands/test_config_model.py',
+        'commands/test_of_configs.py',
         'mm',
         'models/test_backbones.py',
         'models/test_conv_to_attention.py',
@@ -30,7 +33,6 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'test_downstream.py',
         'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
-        'visualization/test_plot_attention.py',
     ]
 
 
@@ -50,10 +52,10 @@ def pytest_itemcollected(item):
         item.add_marker('slow')
 
 
-# Tests that remove heads of models of Hugging Face, or let them start as a convolution.
+# Tests that let models of Hugging Face start as a convolution, or know where heads have their maps.
 OF_NEW_HUGGING_FACE = re.compile(
-    r'(tests/(pruning|transformers)/|test_every_transformer|test_rollout_of_(other|layers)).*'
-    r'\[.*(transformers\.|Hugging F)|test_loaded_for_other|test_timm_inside|test_trainer_with_a_model_of_its'
+    r'(test_started_models|test_row_of_the_page|test_starts|test_every_transformer|test_costs_are_those_that_go'
+    r'|test_means_without_padding|test_rollout_of_other).*\[.*(transformers\.|Hugging F)'
 )
 
 
@@ -61,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
     if not new_hugging_face():
         for item in items:
             if OF_NEW_HUGGING_FACE.search(item.nodeid):
-                item.add_marker(pytest.mark.skip(reason='the heads of its models need transformers 5.20 or newer'))
+                item.add_marker(pytest.mark.skip(reason='it needs transformers 5.20 or newer'))
     if config.option.slow:
         return
     slow = [item for item in items if item.get_closest_marker('slow')]
@@ -103,6 +105,23 @@ def fresh():
 def repository():
     """The root of the repository."""
     return pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs ``attncnn`` in this process, with some arguments; gives its status, its output and its errors."""
+
+    def run_command(*words):
+        capsys.readouterr()
+        status = 0
+        try:
+            commands.main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
 
 
 @pytest.fixture

@@ -185,13 +185,13 @@ def test_whole_files_that_cannot_be_loaded(tmp_path, checkpoint):
     assert refusal(path, saved(checkpoint), map_location=out_of_memory) == 'cannot be loaded: no room for'
 
 
-def test_a_tool_for_models_of_timm(tmp_path, tool):
+def test_a_command_with_models_of_timm(tmp_path, command):
     """Older versions of timm run malicious files."""
     victim, path = tmp_path / 'victim', tmp_path / 'model.pth'
     weights = small_timm('sa_quadratic_cifar').state_dict()
     torch.save(dict(state_dict=weights, meta=Payload(os.mkdir, str(victim))), path)
     sizes = [f'{name}={value}' for name, value in SMALL.items()]
     options = ('--size', '4', '4', '--checkpoint', path, '--model-kwargs', *sizes)
-    with pytest.raises(SystemExit, match=f'^{path} was refused and nothing in it was run: it asks for posix.mkdir, '):
-        tool('analysis_tools/analyze_heads.py', '--timm', 'sa_quadratic_cifar', *options)
-    assert not victim.exists()
+    status, _, error = command('report', '--timm', 'sa_quadratic_cifar', *options)
+    message = f'attncnn report: {path} was refused and nothing in it was run: it asks for posix.mkdir, '
+    assert status == 2 and error.startswith(message) and not victim.exists()

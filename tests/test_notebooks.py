@@ -47,8 +47,12 @@ def test_tutorial_runs(page, monkeypatch, tmp_path):
         pytest.importorskip('mmpretrain')
     for name in ('tools', 'configs'):
         (tmp_path / name).symlink_to(ROOT / name)
+    command = tmp_path / 'bin/attncnn'  # of this checkout
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m attncnn_plugin "$@"\n')
+    command.chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('PATH', str(Path(sys.executable).parent), prepend=':')
+    monkeypatch.setenv('PATH', f'{command.parent}:{Path(sys.executable).parent}', prepend=':')
     names = {}
     for language, code, output in blocks_of(page):
         if language == 'python':

@@ -1,6 +1,9 @@
 """The package as a wheel and as an editable install, with and without mmpretrain."""
 
+import importlib.util
 import os
+import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -8,6 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.images import write_images
+from PIL import Image
+
+from attncnn_plugin import commands
 
 USER_CONFIG = """
 _base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')
@@ -23,6 +30,7 @@ CHECK = textwrap.dedent("""
     user = Config.fromfile(sys.argv[2])  # imports the plugin, whatever tool reads the config
     assert user.model.backbone.type == 'SAQuadratic' and user.model.backbone.arch == 'base'
     import attncnn_plugin
+    from attncnn_plugin import commands
     where = pathlib.Path(attncnn_plugin.__file__).parent
     assert where.is_relative_to(sys.argv[1]), where
     config = mmpretrain.ModelHub.get('sa_quadratic_cifar10').config
@@ -38,9 +46,8 @@ CHECK = textwrap.dedent("""
     image, name = str(where / 'weights/images/frog.png'), 'sa_quadratic_small'
     timm.create_model(name, pretrained=True)
     config = [str(where / '.mim/configs/pretrained/sa_quadratic_small.py'), 'attncnn://' + name]
-    for out, words in (('timm', [image, '--timm', name, '--pretrained']), ('mm', [*config, image])):
-        sys.argv = ['attention_explorer.py', *words, '--out', out + '.html']
-        runpy.run_path(str(where / '.mim/tools/visualization/attention_explorer.py'), run_name='__main__')
+    for out, words in (('timm', ['--timm', name, '--pretrained']), ('mm', ['--mm', *config])):
+        commands.main(['explore', *words, '--images', image, '--out', out + '.html'])
         assert pathlib.Path(out + '.html').stat().st_size > 1e5
     small = ['train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=20']
     sys.argv = ['train.py', 'sa_quadratic_digits.py', '--launcher', 'none', '--cfg-options', *small]  # as mim does
@@ -106,6 +113,51 @@ def test_installed(kind, environment, source, wheel, tmp_path):
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(('tests', 'configs', 'tools'))]
 
 
+RUN = textwrap.dedent("""
+    import sys, warnings
+    from pathlib import Path
+    from attncnn_plugin import commands
+
+    assert Path(commands.__file__).is_relative_to(sys.argv[1])
+    warnings.simplefilter('ignore')
+    for line in sys.stdin.read().splitlines():
+        for out in ('less.pth', 'pruned.pth', 'attention.pth', 'start.pth'):
+            Path(out).unlink(missing_ok=True)
+        print(line, flush=True)
+        commands.main(line.split('\\t'))
+""")
+
+
+@pytest.mark.slow
+def test_commands_of_the_documentation(environment, wheel, tmp_path, repository):
+    """All that need no clone and no training, in an empty folder; weights that would be downloaded are random."""
+    install(environment, wheel)
+    write_images(tmp_path / 'data/train')
+    for name in ('data/test', 'photos'):
+        (tmp_path / name).symlink_to(tmp_path / 'data/train/3')
+    Image.open(tmp_path / 'photos/0.png').save(tmp_path / 'photo.jpg')
+    lines = []
+    for page in [*repository.glob('*.md'), *repository.glob('docs/**/*.md')]:
+        for block in re.findall(r'^```bash$\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in re.findall('^attncnn (.*)$', block.replace('\\\n', ' '), re.MULTILINE):
+                if not re.search('configs/|runs |CONFIG|attncnn_plugin/', line):
+                    offline = line if '_small ' in line else re.sub('--pretrained|--checkpoint vit.pth', '', line)
+                    lines.append(shlex.split(offline))
+    if importlib.util.find_spec('transformers') is None:
+        lines = [words for words in lines if '--hf' not in words]
+    else:
+        from transformers import ViTConfig, ViTForImageClassification
+
+        size = dict(hidden_size=24, num_attention_heads=3, intermediate_size=24, image_size=32, patch_size=8)
+        ViTForImageClassification(ViTConfig(**size, num_labels=10)).save_pretrained(tmp_path / 'vit_folder')
+    assert {words[0] for words in lines} == set(commands.VERBS)
+    variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    folder = dict(cwd=tmp_path, env=variables)
+    said = run(environment / 'bin/python', '-c', RUN, environment, input='\n'.join(map('\t'.join, lines)), **folder)
+    assert said.count('Next: ') == len(lines) > 10
+    assert run(environment / 'bin/attncnn', '--help', **folder).startswith('usage: attncnn')
+
+
 def python_without(modules, code):
     """The lines that code prints where some modules cannot be found."""
     hide = textwrap.dedent(f"""
@@ -130,17 +182,18 @@ def test_timm_users_need_no_mmpretrain(repository):
         ['mmpretrain', 'mmengine', 'mmcv', 'matplotlib'],
         f"""
         import runpy, warnings
+        from argparse import Namespace
         warnings.simplefilter('error')
         import timm, attncnn_plugin
         model = timm.create_model('sa_quadratic_cifar', embed_dim=8, depth=1, num_heads=2, mlp_dim=8)
         assert attncnn_plugin.pruning.replace_parameters and attncnn_plugin.convert.conv_to_mhsa
         assert attncnn_plugin.attention.QuadraticAttention and attncnn_plugin.analysis
-        import attncnn_plugin.loaded_model, attncnn_plugin.training
+        import attncnn_plugin.commands.model, attncnn_plugin.training
         assert not [name for name in sys.modules if name.startswith(('mmengine', 'mmcv', 'mmpretrain', 'matplotlib'))]
         for statement in (
             'import attncnn_plugin.mm.backbones',
             'import attncnn_plugin.mm.safe_loading',
-            'import attncnn_plugin.mm.config_model',
+            'attncnn_plugin.commands.model.load(Namespace(timm=None, hf=None, mm=["a.py", "a.pth"]))',
             'runpy.run_path("{repository}/tools/train.py", run_name="__main__")',
             'attncnn_plugin.visualization',
             'attncnn_plugin.nonsense',

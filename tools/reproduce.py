@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, Set
@@ -34,8 +33,8 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
-from attncnn_plugin.mm.tools import one_line
-from attncnn_plugin.model_options import setting
+from attncnn_plugin.commands import setting
+from attncnn_plugin.mm.tools import FOLDERS, one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
 from reproduction.configs import DATA, build, network_config, set_data, set_epochs, set_images  # noqa: E402
@@ -92,10 +91,7 @@ def main() -> None:
 
 def reproduce(args: argparse.Namespace) -> None:
     """Does what the options say."""
-    table = TABLES[args.table]
-    if args.smoke:
-        rows = {label: replace(row, seeds=(0,)) for label, row in table.rows.items()}
-        table = replace(table, images=200, epochs=2, rows=rows)
+    table = TABLES[args.table].smoke() if args.smoke else TABLES[args.table]
     runs = runs_of(table, args)
     wanted = chosen(runs, args)
     for run in [run for run in runs if run in wanted or run.result is not None]:
@@ -143,10 +139,10 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
     for seed in sorted({seed for row in table.rows.values() for seed in row.seeds}):
         for label, row in table.rows.items():
             if seed in row.seeds:
-                epochs, start = table.epochs_of(label), runs.get((row.start, seed))
-                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {table.images} {epochs} {seed}')
+                images, epochs, start = table.images_of(label), table.epochs_of(label), runs.get((row.start, seed))
+                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {images} {epochs} {seed}')
                 config = partial(config_of, row, args)
-                runs[label, seed] = Run(folder, label, table.images, epochs, seed, start, config, table.corrupted)
+                runs[label, seed] = Run(folder, label, images, epochs, seed, start, config, table.corrupted)
     return list(runs.values())
 
 
@@ -196,7 +192,8 @@ def check_images(config: Config) -> None:
             if shape != (3, 32, 32):
                 raise ValueError(f'they have the shape {shape}, but the networks are for (3, 32, 32)')
     except Exception as error:
-        raise ValueError(f'the images cannot be used: {one_line(error, "--data-root FOLDER")}') from error
+        reason = one_line(error).replace(f'--cfg-options {FOLDERS}', '--data-root FOLDER')
+        raise ValueError(f'the images cannot be used: {reason}') from error
 
 
 def how_far(runs: List[Run], first: int, seconds: float) -> str:

@@ -21,21 +21,20 @@ from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_
 from .layer_maps import MeanAttention, maps_of_layers
 from .nearest_convolution import (
     EXACT,
-    BestConvolution,
-    ConvolutionErrors,
-    LayerKind,
+    NearestConvolution,
     error_text,
-    expressible_kernels,
-    kind_of_layer,
+    nearest_convolutions,
     size_text,
+    spanned_kernels,
 )
 from .recorder import Call
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
+NEARLY = 0.01  # difference of errors up to which the smaller kernel is the better one
 UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
-MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5', 'convolution']
+MODEL_COLUMNS = ['layer', 'attention', 'heads', 'degenerate', '3x3', '5x5', 'random 3x3', 'nearest']
 
 
 def head_report(
@@ -79,7 +78,7 @@ def head_report(
         >>> attention, _ = conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1))
         >>> (report,) = head_report(attention, size=(8, 8)).layers
         >>> print(report.summary)
-        one convolution, 3x3, error 0
+        3x3 convolution, error 0
         >>> report.heads[0].nearest_shift, report.heads[0].share
         ((-1, -1), 1.0)
         >>> import timm, attncnn_plugin
@@ -118,7 +117,7 @@ def layer_report(
         >>> probs = torch.stack([torch.eye(36), torch.full((36, 36), 1 / 36)])
         >>> report = layer_report(MeanAttention(probs, (6, 6)))
         >>> print(report.summary)
-        mixture, 1 hard, 1 uniform
+        5x5 convolution, error 0.138
         >>> print(report.heads[1].criterion, report.heads[1].why)
         entropy relative entropy 1 > 0.99
     """
@@ -127,12 +126,10 @@ def layer_report(
         return report
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
-    errors = ConvolutionErrors(shifts, padding_mode, values)
+    convolutions = tuple(nearest_convolutions(shifts, padding_mode, values))
     by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
     heads = tuple(_head_statistics(maps, shifts, by_position))
-    kind = kind_of_layer([head.kind for head in heads], [head.nearest_shift for head in heads], errors)
-    expressible = tuple(expressible_kernels(shifts))
-    return replace(report, kind=kind, convolutions=errors.of_kernels, expressible=expressible, heads=heads)
+    return replace(report, convolutions=convolutions, spanned=tuple(spanned_kernels(shifts)), heads=heads)
 
 
 def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
@@ -266,12 +263,11 @@ class LayerReport:
         name (str): Name of the layer in its model, empty for a layer by itself.
         attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
         num_images (int): Number of images that it is a mean over, 0 for what depends only on position.
-        kind (LayerKind): The kind of the layer by what its heads form together.
-        convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
-            only its window. Empty without heads.
-        expressible (tuple[Expressibility, ...]): The shifts of 3x3 and 5x5 kernels that the layer can express at
-            interior queries, see :func:`~attncnn_plugin.convert.expressible_shifts`, without a kernel that is larger
-            than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
+        convolutions (tuple[NearestConvolution, ...]): The nearest 3x3 and 5x5 convolution, without a kernel that is
+            larger than the grid; for an ``ImageAttention`` that of only its window. Empty without heads.
+        spanned (tuple[Expressibility, ...]): How near the heads come to all 3x3 and 5x5 kernels at interior queries,
+            whatever their value matrices, see :func:`~attncnn_plugin.convert.expressible_shifts`, without a kernel that
+            is larger than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
         heads (tuple[HeadStatistics, ...]): The heads.
     """
 
@@ -279,9 +275,8 @@ class LayerReport:
     name: str
     attention: str
     num_images: int
-    kind: LayerKind = LayerKind('empty')
-    convolutions: Tuple[BestConvolution, ...] = ()
-    expressible: Tuple[Expressibility, ...] = ()
+    convolutions: Tuple[NearestConvolution, ...] = ()
+    spanned: Tuple[Expressibility, ...] = ()
     heads: Tuple[HeadStatistics, ...] = ()
 
     @property
@@ -290,22 +285,17 @@ class LayerReport:
         return len(self.heads)
 
     @property
+    def best(self) -> Optional[NearestConvolution]:
+        """The smallest of the convolutions whose error is the least, to 0.01; None without heads or convolutions."""
+        least = min((entry.error for entry in self.convolutions), default=0.0)
+        return next((entry for entry in self.convolutions if entry.error <= least + NEARLY), None)
+
+    @property
     def summary(self) -> str:
-        """The heads' common work in words, such as ``'one convolution, 3x3, error 0'``."""
-        return str(self.kind)
-
-    @property
-    def best(self) -> Optional[BestConvolution]:
-        """The smallest of the convolutions whose error, to 1e-6, is the least; None without heads."""
-        return min(self.convolutions, key=lambda entry: round(entry.error, 6), default=None)
-
-    @property
-    def best_text(self) -> str:
-        """The nearest convolution in words: that of the shifts of the hard heads, or the best one."""
-        best = self.best
-        if best is None or self.kind.error is not None and self.kind.error < best.error - EXACT:
-            return self.summary
-        return f'{size_text(best.kernel_size)}, error {error_text(best.error)}'
+        """The nearest convolution in words, such as ``'3x3 convolution, error 0'``."""
+        if not self.heads:
+            return 'no heads: the layer is its bias'
+        return str(self.best or 'smaller than a 3x3 kernel')
 
     def to_dict(self) -> Dict[str, Any]:
         """Returns data for JSON."""
@@ -316,16 +306,11 @@ class LayerReport:
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
         part += [f'{size_text(self.grid)} tokens', f'{self.num_heads} heads']
-        lines = [f'{self.name or "layer"}: {", ".join(part)}: {self.summary}']
+        lines = [f'{self.name or "layer"}: {", ".join(part)}' + (f': {self.summary}' if self.best is None else '')]
         for entry in self.convolutions:
-            inside = '' if entry.interior_error is None else f', {error_text(entry.interior_error)} inside'
-            best = ' (best)' if entry is self.best and len(self.convolutions) > 1 else ''
-            lines.append(f'  {size_text(entry.kernel_size)} convolution{best}: error {error_text(entry.error)}{inside}')
-        for kernel in self.expressible:
-            count, total = len(kernel.expressible), len(kernel.residual)
-            named = ': ' + ' '.join(map(str, kernel.expressible)) if 0 < count < total else ''
-            left = f', residuals {min(kernel.residual):.3g} to {max(kernel.residual):.3g}' if count < total else ''
-            lines.append(f'  {size_text(kernel.kernel_size)} shifts expressible: {count} of {total}{named}{left}')
+            best = ' (nearest)' if entry is self.best and len(self.convolutions) > 1 else ''
+            lines.append(f'  {entry}, {error_text(entry.interior_error)} inside{best}')
+        lines += [f'  {kernel}' for kernel in self.spanned]
         if self.heads:
             extra = [] if self.heads[0].prefix_mass is None else ['no patch']
             extra += [] if self.heads[0].degenerate is None else ['degenerate']
@@ -360,11 +345,11 @@ class HeadReport:
     def __str__(self) -> str:
         rows = [MODEL_COLUMNS]
         for report in self.layers:
-            heads, kind = report.heads, report.kind
+            heads = report.heads
             degenerate = [head.degenerate for head in heads if head.degenerate is not None]
-            counts = [str(n) for n in (len(heads), kind.hard, kind.soft, kind.uniform)]
-            counts.append(str(sum(degenerate)) if degenerate else '-')
+            counts = [str(len(heads)), str(sum(degenerate)) if degenerate else '-']
             masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
             means = [f'{mass / len(heads):.3f}' for mass in masses] or ['-', '-']
-            rows.append([report.name, report.attention, *counts, *means, report.best_text])
+            span = f'{report.spanned[0].error:.1%}' if report.spanned else '-'
+            rows.append([report.name, report.attention, *counts, *means, span, report.summary])
         return '\n\n'.join([*map(str, self.layers), table(rows)])

@@ -1,9 +1,8 @@
 """Attention layers in plain PyTorch. Those over a grid take tokens ``(B, H, W, D)`` and give ``(B, H, W, D_out)``."""
 
 from .attention_layer import AttentionLayer
-from .content_images import ContentImageAttention
-from .images import QuadraticImageAttention, WindowImageAttention
-from .patches import GridBias, PatchAttention, WindowBias
+from .images import ContentImageAttention, QuadraticImageAttention, WindowImageAttention
+from .patches import GridBias, PatchAttention
 from .state_dicts import StructureError
 from .tokens import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 
@@ -18,6 +17,5 @@ __all__ = [
     'QuadraticAttention',
     'QuadraticImageAttention',
     'StructureError',
-    'WindowBias',
     'WindowImageAttention',
 ]

@@ -1,25 +1,34 @@
-"""Attention with a convolution's inputs and outputs, by position (Cordonnier et al. 2020 (C20), Theorem 1)."""
+"""Attention with a convolution's inputs and outputs, by position (Cordonnier et al. 2020 (C20), Theorem 1) and content.
+
+That by content and position is of d'Ascoli et al. 2021 ("Transformed CNNs").
+"""
 
 import math
 import operator
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import check_plain_linear
+from .attention_layer import check_plain_linear, head_products
 from .heads import HeadParameters, PrunableHeads
+from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
 from .positions import QuadraticEncoding, WindowEncoding
 from .precision import at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
 from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
-from .window import CONVOLVE, Window
+from .window import CONVOLVE, Window, check_choice
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
 # of 64 channels 1.6 to 2.7 times.
 DENSE_PAIRS = 128**2
+POSITIONS = ('gaussian', 'table')
+SHARED_GATE = 4.0  # λ of heads that content and position share: σ(λ) is 0.98
+# On CPUs so many scores at once stay in the cache: all images at once take 1.1 to 2.4 times as long, at 14×14 pixels.
+SCORES_AT_ONCE = 2**19
 
 
 class ImageAttention(PrunableHeads):
@@ -47,6 +56,8 @@ class ImageAttention(PrunableHeads):
         layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
+    position: str  # one of POSITIONS
+    window_size: Optional[Tuple[int, ...]] = None  # of a table and of the neighbourhood; that of the kernel for None
     window: Window
     encoding: Any
     settings: Dict[str, Any]
@@ -66,8 +77,7 @@ class ImageAttention(PrunableHeads):
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
-        self.settings = {'num_heads': num_heads}
-        self.value: Union[nn.Linear, GroupedLinear]
+        self.settings = {'num_heads': num_heads, 'position': self.position}
         if groups == 1:
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
@@ -76,16 +86,11 @@ class ImageAttention(PrunableHeads):
         entries = in_channels // groups * math.prod(window.kernel_size)  # one entry has no format
         layout = self.value.weight.new_zeros(1, min(2, entries), *[1] * window.ndim)
         self.register_buffer('layout', layout, persistent=False)
-
-    def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
-        """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
-        self.settings['position'] = position
-        weight = self.value.weight
-        dd: Any = dict(device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-        if position == 'gaussian':
-            self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, **dd)
+        dd['dtype'] = torch.promote_types(layout.dtype, torch.float32)  # bfloat16 cannot hold 257
+        if self.position == 'gaussian':
+            self.encoding = QuadraticEncoding(num_heads, window.ndim, **dd)
         else:
-            self.encoding = WindowEncoding(self.num_heads, window_size, **dd)
+            self.encoding = WindowEncoding(num_heads, self.window_size or window.kernel_size, **dd)
 
     def extra_repr(self) -> str:
         groups = '' if self.groups == 1 else f', groups={self.groups}'
@@ -167,8 +172,8 @@ class ImageAttention(PrunableHeads):
         return super().__getattr__(name)
 
     def grid_of(self, x: Tensor) -> Tuple[int, ...]:
-        """Returns the size of images, height and width of ``(B, C, H, W)``."""
-        return tuple(x.shape[2:])
+        """Returns the size of images, height and width of ``(B, C, H, W)``, or of one image."""
+        return tuple(x.shape[-self.window.ndim :])
 
     def value_matrices(self) -> Tensor:
         if not isinstance(self.value, GroupedLinear):
@@ -180,14 +185,14 @@ class ImageAttention(PrunableHeads):
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
 
     def get_extra_state(self) -> Tensor:
-        """Returns what the shapes do not say, see :attr:`settings`."""
+        """Returns :attr:`settings`, what the shapes do not say, as JSON in bytes."""
         return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`structure_in` has read it."""
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the number of heads in a state dict; of a convolution the layer takes all that it was built with."""
+        """Returns the number of heads in a state dict; for a convolution's, all that it was built with."""
         if _is_convolution(state_dict, prefix):
             return None if self.num_heads == self.built_heads else self.built_heads
         loaded = read_extra_state(state_dict, prefix)
@@ -236,9 +241,7 @@ def _is_convolution(state_dict: StateDict, prefix: str) -> bool:
 class QuadraticImageAttention(ImageAttention):
     """Heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9); arguments as of :class:`ImageAttention`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._init_positions('gaussian')
+    position = 'gaussian'
 
     def heads(self, x: Tensor) -> Tensor:
         shifts = self.window.shifts_to_pixels(x.shape[2:], self.encoding.center.device)
@@ -262,9 +265,7 @@ class QuadraticImageAttention(ImageAttention):
 class WindowImageAttention(ImageAttention):
     """Heads with any distribution over the pixels of the window; arguments as of :class:`ImageAttention`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._init_positions('table', self.window.kernel_size)
+    position = 'table'
 
     def heads(self, x: Tensor) -> Tensor:
         # A head looks only at its window, with the same probabilities everywhere.
@@ -274,35 +275,218 @@ class WindowImageAttention(ImageAttention):
         return heads.flatten(2).unflatten(0, x.shape[:2]).permute(0, 2, 3, 1)
 
 
-class GroupedLinear(nn.Module):
-    """A linear map of the channels of all heads, where an output reads only the channels of its group.
+class ContentImageAttention(ImageAttention):
+    """Attention with the inputs and outputs of a convolution whose probabilities depend on content and position.
 
-    Arguments are those of :class:`ImageAttention`.
+    Queries are the output pixels, keys the pixels of the padded image. The scores are q·k/√D_k + b_δ; with a gate the
+    probabilities are (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ), as those of ConViT. Queries and keys have no
+    biases, so that the zeros of a padding are keys without content and without value. W^Q starts at 0: then heads look
+    at their shifts whatever the image is, as those of Li et al. 2021.
+
+    Args:
+        in_channels, out_channels, num_heads, window, bias, groups: As of :class:`ImageAttention`.
+        qk_dim (int): Channels D_k of a head's queries and keys.
+        position (str): ``'gaussian'``, b_δ = −α‖δ − Δ‖² (C20, eq. 9), or ``'table'``, a b_δ for each shift of the
+            neighbourhood. Defaults to ``'gaussian'``.
+        gated (bool): Whether there is a gate. Defaults to False.
+        window_size (Sequence[int], optional): Size of the neighbourhood of a query that its keys are in, an odd number
+            of pixels for each axis (Ramachandran et al. 2019). Time and memory then grow linearly with the number of
+            pixels. Defaults to None, the whole image; ``'table'`` needs one.
+
+    Raises:
+        ValueError: An unknown ``position``, or a table without a ``window_size``.
 
     Attributes:
-        weight (Parameter): ``(out_channels, N_h·C/groups)``, head after head.
-        bias (Parameter | None): ``(out_channels,)``.
+        query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
+        gate (Parameter | None): λ, ``(N_h,)``, at least float32.
     """
 
-    bias: Optional[nn.Parameter]
+    depends_on_content = True
+    gate: Optional[nn.Parameter]
 
-    def __init__(self, in_channels: int, out_channels: int, num_heads: int, groups: int, bias: bool, **dd: Any) -> None:
-        super().__init__()
-        self.groups = groups
-        self.in_channels = in_channels
-        self.weight = nn.Parameter(torch.empty(out_channels, num_heads * (in_channels // groups), **dd))
-        self.register_parameter('bias', nn.Parameter(torch.empty(out_channels, **dd)) if bias else None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all from U(−1/√n, 1/√n), n inputs an output, as ``nn.Linear``."""
-        limit = 1 / math.sqrt(max(1, self.weight.shape[1]))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -limit, limit)
+    def __init__(
+        self,
+        *args: Any,
+        qk_dim: int,
+        position: str = 'gaussian',
+        gated: bool = False,
+        window_size: Optional[Sequence[int]] = None,
+        **options: Any,
+    ) -> None:
+        check_choice('position', position, POSITIONS)
+        if position == 'table' and window_size is None:
+            raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
+        self.position, self.window_size = position, None if window_size is None else tuple(window_size)
+        super().__init__(*args, **options)
+        self.qk_dim = qk_dim
+        near = None if window_size is None else list(window_size)  # as JSON has it
+        self.settings.update(content='gated' if gated else 'additive', window_size=near, qk_dim=qk_dim)
+        dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
+        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
+        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
+        nn.init.zeros_(self.query.weight)
+        gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
+        self.register_parameter('gate', nn.Parameter(gate) if gated else None)
 
     def extra_repr(self) -> str:
-        out_channels, inputs = self.weight.shape
-        return f'{out_channels} outputs of {inputs} inputs each, groups={self.groups}, bias={self.bias is not None}'
+        gated = '' if self.gate is None else ', gated=True'
+        near = '' if self.window_size is None else f', window_size={self.window_size}'
+        return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
+
+    def head_parameters(self) -> HeadParameters:
+        found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
+        return found if self.gate is None else {**found, 'gate': (0, 1)}
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        axes = self.tiles(x.shape[2:])
+        if axes is not None:
+            return self._neighbourhoods(x, axes)
+        padded, sizes = self.window.pad(x), self._sizes(x)
+        queries, tokens = _tokens(self._query_pixels(padded, sizes)), _tokens(padded)
+        query, key = self._split_heads(self.query(queries)), self._split_heads(self.key(tokens))
+        heads = self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
+        return self._output_images(heads, sizes)
+
+    def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
+        """Returns the tiles along each axis of an image of ``size``; None if the whole image is computed at once."""
+        # The number of tiles would limit the sizes of an exported graph.
+        if self.window_size is None or any(isinstance(pixels, torch.SymInt) for pixels in size):
+            return None
+        queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
+        padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]
+        numbers = zip(padded, queries, self.window.stride, self.window.anchor, self.window_size)
+        axes = [AxisTiles(*of_axis) for of_axis in numbers]
+        # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
+        if math.prod([tiles.scores for tiles in axes]) >= math.prod([tiles.queries * tiles.pixels for tiles in axes]):
+            return None
+        return axes
+
+    def _neighbourhoods(self, x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
+        padded = self.window.pad(x)
+        queries = tile_queries(self._query_pixels(padded, [tiles.queries for tiles in axes]), axes)
+        keys = self.key(_tokens(padded)).transpose(1, 2).unflatten(2, padded.shape[2:])  # once for all tiles
+        keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(
+            [self.num_heads * self.qk_dim, self.in_channels], dim=-1
+        )
+        numbers = torch.cartesian_prod(*(torch.arange(tiles.number, device=x.device) for tiles in axes))
+        of_axes = zip(axes, numbers.reshape(-1, len(axes)).unbind(1))
+        seen = over_axes([tiles.seen(x.device)[number] for tiles, number in of_axes], torch.logical_and)
+        seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
+        bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
+        bias = bias.masked_fill(~seen[:, None], -math.inf)  # (tiles, N_h, t, keys)
+        heads = self._attend_in_parts(self._split_heads(self.query(queries)), self._split_heads(keys), tokens, bias)
+        return join_tiles(self._output_pixels(heads), axes)
+
+    def _attend_in_parts(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Computes the heads of some images at a time on CPUs, whose caches do not hold the scores of all."""
+        if query.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return self._attend(query, key, tokens, bias)  # for any number of images
+        some = max(1, SCORES_AT_ONCE // bias.numel())
+        parts = zip(query.split(some), key.split(some), tokens.split(some))
+        return torch.cat([self._attend(*part, bias) for part in parts])
+
+    def _attend(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Computes the heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""
+        if self.gate is None and query.device.type != 'cpu':
+            values = tokens.unsqueeze(-3).expand(*key.shape[:-1], -1)
+            return F.scaled_dot_product_attention(query, key, values, attn_mask=bias.to(query.dtype))
+        probs = self._probs(query @ (key * self.qk_dim**-0.5).transpose(-2, -1), bias).to(tokens.dtype)
+        heads = probs.flatten(-3, -2) @ tokens  # (…, N_h·Q, C), without a copy of the probabilities, which are many
+        return heads.unflatten(-2, probs.shape[-3:-1])
+
+    def _probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Returns the probabilities of q·k/√D_k and b_δ, at least float32; with a gate each has its own softmax."""
+        if self.gate is None:
+            return softmax(products + bias)
+        share = at_least_float32(self.gate).sigmoid()[:, None, None]  # σ(λ), how much of each head is position
+        return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
+
+    def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Returns the probabilities without position, of the keys that a query sees: those without a bias of −∞."""
+        return softmax(at_least_float32(products).masked_fill(bias == -math.inf, -math.inf))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Splits ``(…, N, N_h·D_k)`` into ``(…, N_h, N, D_k)``."""
+        return x.unflatten(-1, (self.num_heads, self.qk_dim)).transpose(-3, -2)
+
+    def _query_pixels(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Returns the pixels of the padded image where the queries are, ``(B, C, *sizes)``."""
+        for axis, (first, stride, queries) in enumerate(zip(self.window.anchor, self.window.stride, sizes), start=2):
+            padded = padded.narrow(axis, first, (queries - 1) * stride + 1)
+            padded = padded[(slice(None),) * axis + (slice(None, None, stride),)]
+        return padded
+
+    def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
+        """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
+        if isinstance(self.encoding, QuadraticEncoding):
+            return over_axes([self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)])
+        table = at_least_float32(self.encoding.weight[:, 0]).contiguous()
+        axes = zip(shifts, table.shape[1:], table.stride()[1:])
+        places = [(shift + n // 2).clamp(0, n - 1)[None] * step for shift, n, step in axes]
+        return table.flatten(1)[:, over_axes(places)[0]]
+
+    def _position_bias(self, size: Sequence[int]) -> Tensor:
+        """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
+        shifts = self.window.shifts_to_pixels(size, next(self.encoding.parameters()).device)
+        bias = self._position_scores(shifts)
+        if self.window_size is None:
+            return bias
+        near = [(shift.abs() <= n // 2)[None] for shift, n in zip(shifts, self.window_size)]
+        return bias.masked_fill(~over_axes(near, torch.logical_and), -math.inf)
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
+
+    def attention_scores(self, x: Tensor) -> Tensor:
+        """Returns the logarithms of the probabilities for images ``(B, C, *size)``, ``(B, N_h, Q, K + 1)``.
+
+        A pixel and its copies in the padding are one key; zeros of the padding are the null key, the last.
+        """
+        probs = self._probs(self._products(x), self._position_bias(x.shape[2:]))
+        return self._on_pixels(probs, x.shape[2:]).log()
+
+    def content_scores(self, x: Tensor) -> Tensor:
+        """Returns log softmax(q·k/√D_k) over the keys that a query sees, for the keys of :meth:`attention_scores`."""
+        probs = self._content_probs(self._products(x), self._position_bias(x.shape[2:]))
+        return self._on_pixels(probs, x.shape[2:]).log()
+
+    def position_scores(self, x: Tensor) -> Tensor:
+        scores = self._on_pixels(softmax(self._position_bias(x.shape[2:])), x.shape[2:]).log()
+        return scores.expand(len(x), -1, -1, -1)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """Returns q·k/√D_k of every query and every pixel of the padded image, ``(B, N_h, Q, K)``."""
+        padded = self.window.pad(x)
+        query = self.query(_tokens(self._query_pixels(padded, self._sizes(x))))
+        return head_products(query, self.key(_tokens(padded)), self.num_heads)
+
+    def _on_pixels(self, probs: Tensor, size: Sequence[int]) -> Tensor:
+        """Returns probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""
+        # Padding holds copies of pixels: the number of the pixel at each place of the padded image, 0 for zeros.
+        pixels = math.prod(size)
+        number = torch.arange(1, pixels + 1, dtype=probs.dtype, device=probs.device)
+        source = self.window.pad(number.reshape(1, 1, *size)).long().flatten()
+        with_zeros = probs.new_zeros(*probs.shape[:-1], pixels + 1)
+        return with_zeros.scatter_add(-1, source.expand_as(probs), probs).roll(-1, -1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Returns images ``(B, C, *size)`` as tokens ``(B, N, C)``."""
+    return x.flatten(2).transpose(1, 2)
+
+
+class GroupedLinear(nn.Linear):
+    """A linear map of the channels of all heads, where an output reads only the channels of its group.
+
+    Arguments are those of :class:`ImageAttention`. The weight is ``(out_channels, N_h·C/groups)``, head after head.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, num_heads: int, groups: int, bias: bool, **dd: Any) -> None:
+        super().__init__(num_heads * (in_channels // groups), out_channels, bias, **dd)
+        self.groups, self.in_channels = groups, in_channels
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, groups={self.groups}'
 
     def forward(self, heads: Tensor) -> Tensor:
         """Maps ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
@@ -314,7 +498,7 @@ class GroupedLinear(nn.Module):
 
 
 def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Returns slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with their zeros, ``(N, C_out, C_in)``.
+    """Fills up slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with zeros, ``(N, C_out, C_in)``.
 
     Examples:
         >>> block_diagonal(torch.ones(2, 1, 1), groups=2)

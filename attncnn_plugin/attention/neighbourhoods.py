@@ -5,8 +5,7 @@ along each axis, and the (t − 1)·stride + w pixels that their neighbourhoods 
 the number of queries.
 """
 
-from dataclasses import dataclass
-from typing import Sequence, Tuple
+from typing import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,59 +14,39 @@ from torch import Tensor
 from .precision import Device
 
 
-@dataclass(frozen=True)
 class AxisTiles:
     """The tiles along one axis of a padded image.
 
-    Attributes:
+    Args:
         pixels (int): Pixels of the padded image.
         queries (int): Number of queries; query o is at pixel o·stride + first.
         stride (int): Pixels from a query to the next.
         first (int): Pixel of the first query.
         window_size (int): Keys w of a neighbourhood, an odd number.
+
+    Attributes:
+        length (int): Queries t of a tile: as many pixels as a neighbourhood.
+        number (int): Number of tiles; the last one can be longer than the image.
+        keys (int): Keys of a tile.
+        step (int): Pixels from a tile to the next.
+        start (int): First key of the first tile, a pixel of the padded image or one before it.
+        margins (tuple[int, int]): Pixels to add before and after the padded image, so that all tiles lie in it; fewer
+            than 0 are cut off.
     """
 
-    pixels: int
-    queries: int
-    stride: int
-    first: int
-    window_size: int
-
-    @property
-    def length(self) -> int:
-        """Queries t of a tile: as many pixels as a neighbourhood."""
-        return min(self.queries, max(1, self.window_size // self.stride))
-
-    @property
-    def number(self) -> int:
-        """Number of tiles; the last one can be longer than the image."""
-        return -(-self.queries // self.length)
-
-    @property
-    def keys(self) -> int:
-        """Keys of a tile."""
-        return (self.length - 1) * self.stride + self.window_size
+    def __init__(self, pixels: int, queries: int, stride: int, first: int, window_size: int) -> None:
+        self.pixels, self.queries, self.stride, self.window_size = pixels, queries, stride, window_size
+        self.length = min(queries, max(1, window_size // stride))
+        self.number = -(-queries // self.length)
+        self.keys = (self.length - 1) * stride + window_size
+        self.step = self.length * stride
+        self.start = first - window_size // 2
+        self.margins = -self.start, self.start + (self.number - 1) * self.step + self.keys - pixels
 
     @property
     def scores(self) -> int:
         """Scores of all queries, those that fill up the last tile too, with the keys of their tiles."""
         return self.number * self.length * self.keys
-
-    @property
-    def step(self) -> int:
-        """Pixels from a tile to the next."""
-        return self.length * self.stride
-
-    @property
-    def start(self) -> int:
-        """First key of the first tile, a pixel of the padded image or one before it."""
-        return self.first - self.window_size // 2
-
-    @property
-    def margins(self) -> Tuple[int, int]:
-        """Pixels to add before and after the padded image, so that all tiles lie in it; fewer than 0 are cut off."""
-        end = self.start + (self.number - 1) * self.step + self.keys
-        return -self.start, end - self.pixels
 
     def shifts(self, device: Device = None) -> Tensor:
         """δ from each query of a tile to each of its keys, ``(t, keys)``."""
@@ -83,33 +62,32 @@ class AxisTiles:
 
 
 def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """Returns the keys of the tiles of a padded image, ``(B, C, *padded)`` to ``(B, tiles, keys, C)``, with zeros."""
+    """Cuts a padded image, ``(B, C, *padded)``, into the keys of tiles, ``(B, tiles, keys, C)``, 0 beyond it."""
     ndim = len(axes)
     x = F.pad(x, [n for tiles in reversed(axes) for n in tiles.margins])
     for axis, tiles in enumerate(axes, start=2):
         x = x.unfold(axis, tiles.keys, tiles.step)  # tiles stay in the axis, keys come last
-    order = [0, *range(2, 2 + 2 * ndim), 1]
-    return x.permute(order).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
+    return x.permute(0, *range(2, 2 + 2 * ndim), 1).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
 
 
 def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """Returns the queries of tiles, ``(B, C, *queries)`` to ``(B, tiles, t, C)``; zeros in the last tile's rest."""
+    """Cuts queries, ``(B, C, *queries)``, into tiles, ``(B, tiles, t, C)``; zeros fill up the last one."""
     ndim = len(axes)
     x = F.pad(x, [n for tiles in reversed(axes) for n in (0, tiles.number * tiles.length - tiles.queries)])
     for axis, tiles in enumerate(axes):
         x = x.unflatten(2 + 2 * axis, (tiles.number, tiles.length))
-    order = [0, *range(2, 2 + 2 * ndim, 2), *range(3, 3 + 2 * ndim, 2), 1]
-    return x.permute(order).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
+    return (
+        x.permute(0, *range(2, 2 + 2 * ndim, 2), *range(3, 3 + 2 * ndim, 2), 1)
+        .flatten(1 + ndim, 2 * ndim)
+        .flatten(1, ndim)
+    )
 
 
 def join_tiles(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
     """Inverts :func:`tile_queries`, ``(B, tiles, t, C)`` to ``(B, C, *queries)``."""
     ndim = len(axes)
     x = x.unflatten(2, [tiles.length for tiles in axes]).unflatten(1, [tiles.number for tiles in axes])
-    order = [0, 1 + 2 * ndim]
-    for axis in range(ndim):
-        order += [1 + axis, 1 + ndim + axis]
-    x = x.permute(order)
+    x = x.permute(0, -1, *(1 + axis + part for axis in range(ndim) for part in (0, ndim)))
     for axis, tiles in enumerate(axes, start=2):
         x = x.flatten(axis, axis + 1).narrow(axis, 0, tiles.queries)
     return x

@@ -1,5 +1,6 @@
 """Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
+from functools import partial
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from .attention_layer import check_plain_linear, head_products
 from .heads import HeadParameters, PrunableHeads
 from .precision import at_least_float32, full_precision
-from .shifts import axis_shifts, resize_shift_table
+from .shifts import at_grid_shifts, resize_loaded, resize_shift_table
 from .softmax import softmax
 from .state_dicts import StateDict, StructureError, read_extra_state, too_many_heads, write_extra_state
 
@@ -19,119 +20,69 @@ MASK_VALUE = -1e4
 
 def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     """Cuts ``(B, C, H, W)`` into ``(B, H/P, W/P, C·P·P)``, a patch flattened channel by channel, row by row."""
-    batch, channels, height, width = image.shape
-    rows, columns = patch_size
+    (height, width), (rows, columns) = image.shape[2:], patch_size
     if height % rows or width % columns:
         raise ValueError(
             f'the image of {height}x{width} pixels cannot be cut into patches of {rows}x{columns}: resize or pad it to '
             'multiples of these'
         )
-    patches = image.reshape(batch, channels, height // rows, rows, width // columns, columns)
-    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
+    return image.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 def patches_to_image(patches: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     """Puts ``(B, H/P, W/P, C·P·P)`` together to ``(B, C, H, W)``, the inverse of :func:`image_to_patches`."""
-    batch, height, width, dim = patches.shape
-    rows, columns = patch_size
-    channels = dim // (rows * columns)
-    image = patches.reshape(batch, height, width, channels, rows, columns).permute(0, 3, 1, 4, 2, 5)
-    return image.reshape(batch, channels, height * rows, width * columns)
+    return patches.unflatten(3, (-1, *patch_size)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-class WindowBias(nn.Module):
-    """Relative position bias b_δ for the shifts of a window; keys at other shifts are not seen.
+class GridBias(nn.Module):
+    """Relative position bias b_δ for all shifts of a grid.
 
-    A shift of the window whose key lies outside the grid counts all the same: its key is the *null key*, one more
-    key with the value 0, whose bias for a query is log Σ exp(b_δ) over those shifts. So the probabilities of the keys
-    inside do not depend on where the border is, and what lies beyond it is zero padding, exactly. L21's Theorem 1
-    leaves it out: then a head that finds no key at its shift spreads over the whole image. Randomly initialized
-    attention has no null key: with biases of 0 it would take 73% of the attention of a 14×14 grid.
+    A shift whose key lies outside the grid counts all the same: its key is the *null key*, one more key with the value
+    0, whose bias for a query is log Σ exp(b_δ) over those shifts. So the probabilities of the keys inside do not depend
+    on where the border is, and what lies beyond it is zero padding, exactly. L21's Theorem 1 leaves it out: then a head
+    that finds no key at its shift spreads over the whole image. Randomly initialized attention has no null key: with
+    biases of 0 it would take 73% of the attention of a 14×14 grid.
+
+    On a smaller grid the shifts in the middle of the table are used; for a larger one, and for a checkpoint of another
+    size, near shifts keep their biases and far ones are spread.
 
     Args:
         num_heads (int): Number of heads N_h.
-        first (tuple[int, int]): The first shift δ of the window, (row, column), in tokens.
-        window_size (tuple[int, int]): Number of shifts, (rows, columns).
+        grid_size (tuple[int, int]): Height and width of the grid, in tokens.
         null_key (bool): Whether there is a null key. Defaults to True.
         **dd: ``device`` and ``dtype`` of the parameters, as of ``nn.Linear``.
 
     Attributes:
-        table (Parameter): b, ``(N_h, rows, columns)``. Starts at 0.
+        table (Parameter): b, ``(N_h, 2·H − 1, 2·W − 1)``. Starts at 0.
     """
 
-    def __init__(
-        self, num_heads: int, first: Tuple[int, int], window_size: Tuple[int, int], null_key: bool = True, **dd: Any
-    ) -> None:
+    def __init__(self, num_heads: int, grid_size: Tuple[int, int], null_key: bool = True, **dd: Any) -> None:
         super().__init__()
-        self.first = first
         self.null_key = null_key
-        self.table = nn.Parameter(torch.zeros(num_heads, *window_size, **dd))
-
-    def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
-        """Returns the biases for a grid, at least float32, and their first shift."""
-        return at_least_float32(self.table), self.first
+        self.table = nn.Parameter(torch.zeros(num_heads, *(2 * n - 1 for n in grid_size), **dd))
+        self.register_load_state_dict_pre_hook(partial(resize_loaded, (1, 2)))
 
     def forward(self, size: Sequence[int]) -> Tensor:
         """Returns the biases of every query and key of a grid, ``(N_h, H·W, H·W)``, at least float32.
 
         With a null key there is one more column, its own, the last.
         """
-        table, first = self.table_of(size)
-        # Of each axis: the entry of the table for a query and a key, (q, k), and whether the table has it.
-        rows, columns = (axis_shifts(n, table.device) - start for n, start in zip(size, first))
-        (rows, seen_rows), (columns, seen_columns) = (
-            (entry.clamp(0, shifts - 1), (entry >= 0) & (entry < shifts))
-            for entry, shifts in zip((rows, columns), table.shape[1:])
-        )
-        keys = table[:, rows[:, None, :, None], columns[None, :, None, :]]  # b_δ at δ = k − q: (N_h, q1, q2, k1, k2)
-        keys = keys.masked_fill(~(seen_rows[:, None, :, None] & seen_columns[None, :, None, :]), MASK_VALUE)
-        keys = keys.flatten(3).flatten(1, 2)
-        if not self.null_key:
-            return keys
-        return torch.cat([keys, _outside(table, first, size).flatten(1)[..., None]], dim=-1)
+        table = resize_shift_table(at_least_float32(self.table), {1: 2 * size[0] - 1, 2: 2 * size[1] - 1})
+        keys = at_grid_shifts(table, size)
+        return torch.cat([keys, _outside(table, size).flatten(1)[..., None]], dim=-1) if self.null_key else keys
 
 
-def _outside(table: Tensor, first: Tuple[int, int], size: Sequence[int]) -> Tensor:
+def _outside(table: Tensor, size: Sequence[int]) -> Tensor:
     """Returns log Σ exp(b_δ) over the shifts that lead out of the grid, of each query, ``(N_h, H, W)``."""
-    targets = [
-        torch.arange(n, device=table.device)[:, None] + torch.arange(start, start + shifts, device=table.device)
-        for n, start, shifts in zip(size, first, table.shape[1:])
-    ]
+    positions = (torch.arange(n, device=table.device) for n in size)
+    shifts = (torch.arange(1 - n, n, device=table.device) for n in size)
+    targets = (position[:, None] + shift for position, shift in zip(positions, shifts))
     rows, columns = ((target < 0) | (target >= n) for target, n in zip(targets, size))  # (q, δ)
     # A shift leads out by its column, whatever its row is …
     by_column = table[:, :, None].masked_fill(~columns, MASK_VALUE).logsumexp(-1)  # (N_h, δ1, q2)
     # … or by its row, whatever its column is: (N_h, q1, δ1, q2).
     by_row = torch.where(rows[:, :, None], table.logsumexp(-1)[:, None, :, None], by_column[:, None])
     return by_row.logsumexp(2)
-
-
-class GridBias(WindowBias):
-    """Relative position bias b_δ for all shifts of a grid, and the null key of :class:`WindowBias`.
-
-    On a smaller grid the shifts in the middle of the table are used; for a larger one, and for a checkpoint of another
-    size, near shifts keep their biases and far ones are spread.
-
-    Args:
-        num_heads, null_key, **dd: As of :class:`WindowBias`.
-        grid_size (tuple[int, int]): Height and width of the grid, in tokens.
-    """
-
-    def __init__(self, num_heads: int, grid_size: Tuple[int, int], null_key: bool = True, **dd: Any) -> None:
-        height, width = grid_size
-        super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, **dd)
-        self.register_load_state_dict_pre_hook(_resize_loaded_table)
-
-    def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
-        height, width = size
-        table = resize_shift_table(at_least_float32(self.table), (2 * height - 1, 2 * width - 1))
-        return table, (1 - height, 1 - width)
-
-
-def _resize_loaded_table(bias: GridBias, state_dict: StateDict, prefix: str, *_: Any) -> None:
-    """Resizes the table of a state dict that is for another grid, with an odd number of shifts along each axis."""
-    table = state_dict.get(f'{prefix}table')
-    if isinstance(table, Tensor) and table.ndim == 3 and table.shape[1] % 2 and table.shape[2] % 2:
-        state_dict[f'{prefix}table'] = resize_shift_table(table, bias.table.shape[1:])
 
 
 class PatchAttention(PrunableHeads):
@@ -143,7 +94,7 @@ class PatchAttention(PrunableHeads):
     Args:
         dim (int): Channels D of a token.
         num_heads (int): Number of heads N_h.
-        position (WindowBias): The relative position bias.
+        position (GridBias): The relative position bias.
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         head_dim (int | Sequence[int], optional): Channels D_h of a head's values, for all heads or for each. Defaults
@@ -168,7 +119,7 @@ class PatchAttention(PrunableHeads):
         self,
         dim: int,
         num_heads: int,
-        position: WindowBias,
+        position: GridBias,
         out_dim: Optional[int] = None,
         bias: bool = True,
         head_dim: Union[int, Sequence[int], None] = None,
@@ -266,14 +217,14 @@ class PatchAttention(PrunableHeads):
         self.head_dims = tuple(self.head_dims[head] for head in heads)
 
     def get_extra_state(self) -> Tensor:
-        """Returns the widths and whether there is a null key as JSON, in bytes."""
+        """Returns the widths, and whether there is a null key, as JSON in bytes."""
         return write_extra_state(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`structure_in` has read it."""
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns ``qk_dim``, ``head_dims`` and whether there is a null key, of a state dict that has all entries."""
+        """Returns ``qk_dim``, ``head_dims`` and ``null_key`` in a state dict; None if they are the layer's own."""
         state = read_extra_state(state_dict, prefix)
         if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
             return None

@@ -5,18 +5,16 @@ A constant added to all scores of a query changes nothing after softmax; the sco
 ``device`` and ``dtype`` of their parameters too, as ``nn.Linear``.
 """
 
-import logging
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from functools import partial
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32, widest_float
-from .shifts import at_shifts, axis_shifts, over_axes, over_chain, resize_shifts, row_major
+from .shifts import at_shifts, axis_shifts, over_axes, over_chain, resize_loaded, row_major
 from .softmax import softmax
 from .window import shown
-
-logger = logging.getLogger(__name__)
 
 
 class GaussianHeads(NamedTuple):
@@ -196,7 +194,7 @@ class RelativeTables(nn.Module):
             table = torch.empty(2 * n - 1, dim // 2, **dd)
             self.register_parameter(name, None if sinusoidal else nn.Parameter(table))
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_resize_loaded_tables)
+        self.register_load_state_dict_pre_hook(partial(resize_loaded, (0,)))
 
     def reset_parameters(self) -> None:
         for table in self.parameters(recurse=False):
@@ -229,18 +227,8 @@ class RelativeTables(nn.Module):
         return tuple(at_least_float32(table[largest - n : largest + n - 1]) for table, largest, n in axes)
 
 
-def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Resizes tables of a state dict that are for another grid, if only their number of shifts differs, and is odd."""
-    for name, own in tables.named_parameters(recurse=False):
-        loaded: Any = state_dict.get(prefix + name)
-        alike = isinstance(loaded, Tensor) and loaded.shape[1:] == own.shape[1:]
-        if alike and len(loaded) != len(own) and len(loaded) % 2:
-            logger.info('Resize %s%s from %d to %d shifts.', prefix, name, len(loaded), len(own))
-            state_dict[prefix + name] = resize_shifts(loaded, len(own))
-
-
 def sinusoid(n: int, dim: int, like: Tensor) -> Tensor:
-    """Returns sines, then cosines, of 1 − n … n − 1, ``(2·n − 1, dim)`` (Vaswani et al. 2017, 3.5)."""
+    """Returns sines, then cosines, of the shifts 1 − n … n − 1, ``(2·n − 1, dim)`` (Vaswani et al. 2017, 3.5)."""
     shift = torch.arange(1 - n, n, device=like.device, dtype=like.dtype)
     frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
     angle = shift[:, None] * frequency

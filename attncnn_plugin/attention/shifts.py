@@ -1,11 +1,14 @@
 """Tables with an entry for each shift δ = k − q from a query to a key."""
 
-from typing import Callable, Sequence
+import logging
+from typing import Any, Callable, Dict, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .precision import widest_float
+
+logger = logging.getLogger(__name__)
 
 
 def axis_shifts(size: int, device: torch.device) -> Tensor:
@@ -23,19 +26,19 @@ def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tenso
 
 
 def at_shifts(values: Tensor, size: int) -> Tensor:
-    """Returns ``values``, of the shifts 1 − size … size − 1, at δ of all queries and keys, ``(…, size, size)``."""
+    """Looks up ``values`` of the shifts 1 − size … size − 1 for all queries and keys, ``(…, size, size)``."""
     return at_shifts_backwards(values, size).flip(-1)
 
 
 def at_shifts_backwards(values: Tensor, size: int) -> Tensor:
-    """Returns :func:`at_shifts` from the last key to the first: then it is a view, of little memory."""
+    """Does what :func:`at_shifts` does, but from the last key to the first: a view, which takes little memory."""
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
         return values[..., axis_shifts(size, values.device).flip(-1) + size - 1]
     return values.flip(-1).unfold(-1, size, 1)
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns a table ``(N, 2·H − 1, 2·W − 1)`` at δ of all queries and keys of a grid, ``(N, H*W, H*W)``."""
+    """Looks up a table ``(N, 2·H − 1, 2·W − 1)`` for all queries and keys of a grid, ``(N, H*W, H*W)``."""
     columns = at_shifts(table, size[1]).movedim(1, -1)  # (N, q2, k2, δ1)
     return at_shifts(columns, size[0]).permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)
 
@@ -51,7 +54,7 @@ def over_chain(columns: Tensor, rows: Tensor, combine: Callable[[Tensor, Tensor]
 
 
 def row_major(pairs: Tensor) -> Tensor:
-    """Returns what :func:`over_chain` returns for all heads, row-major, ``(N, H*W, H*W)``."""
+    """Puts the pairs of :func:`over_chain`, of all heads, in row-major order, ``(N, H*W, H*W)``."""
     return pairs.flip(-2).mT.flatten(3).flatten(1, 2)
 
 
@@ -79,10 +82,20 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     return torch.lerp(wide[left], wide[left + 1], weight.to(wide)).to(table.dtype)
 
 
-def resize_shift_table(table: Tensor, shape: Sequence[int]) -> Tensor:
-    """Resizes a table of biases ``(N_h, rows, columns)`` to ``shape`` shifts along rows and along columns."""
-    for axis, length in enumerate(shape, start=1):
+def resize_shift_table(table: Tensor, lengths: Mapping[int, int]) -> Tensor:
+    """Resizes a table, such as biases ``(N_h, rows, columns)``, to so many shifts along some of its axes."""
+    for axis, length in lengths.items():
         if table.shape[axis] != length:
             vectors = table.movedim(axis, 0)
             table = resize_shifts(vectors.flatten(1), length).unflatten(1, vectors.shape[1:]).movedim(0, axis)
     return table
+
+
+def resize_loaded(axes: Sequence[int], module: nn.Module, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Resizes a module's tables in a state dict for another grid, which have odd numbers of shifts along some axes."""
+    for name, own in module.named_parameters(recurse=False):
+        loaded: Any = state_dict.get(prefix + name)
+        if isinstance(loaded, Tensor) and loaded.ndim == own.ndim and all(loaded.shape[axis] % 2 for axis in axes):
+            state_dict[prefix + name] = resize_shift_table(loaded, {axis: own.shape[axis] for axis in axes})
+            if loaded.shape != own.shape:
+                logger.info('Resize %s%s from %s to %s shifts.', prefix, name, [*loaded.shape], [*own.shape])

@@ -1,23 +1,19 @@
-"""State dicts of another structure than the module that loads them, with fewer heads for instance."""
+"""Loading of state dicts whose structure differs from that of the module, such as fewer heads."""
 
-import copy
 import json
 import warnings
 from collections import OrderedDict
-from types import MethodType
 from typing import Any, Dict, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.nn.parameter import is_lazy
 
-from ..change import Change
+from ..change import Change, undone
 
 StateDict = Dict[str, Tensor]
 
 EXTRA_STATE = '_extra_state'  # PyTorch's name of what get_extra_state() returns
-HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 
 class StructureError(ValueError, RuntimeError):
@@ -25,7 +21,7 @@ class StructureError(ValueError, RuntimeError):
 
 
 def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
-    """Returns the refusal of a state dict that has more heads than the layer was built with."""
+    """Returns the error for a state dict with more heads than the layer was built with."""
     return StructureError(
         f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it with '
         'as many'
@@ -43,7 +39,7 @@ class Restructurable(nn.Module):
     _replaced_by_loading = False
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the structure that a state dict has for this module after ``prefix``; None for that of the module.
+        """Returns the structure that the entries after ``prefix`` need; None if it is the module's own.
 
         Raises:
             StructureError: No structure of this module explains the entries.
@@ -77,7 +73,8 @@ class Restructurable(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, as of any module; where it is refused, nothing has changed."""
-        check_loading(copy_without_values(self), state_dict, strict)
+        with undone([self]):
+            try_loading(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: Any) -> None:
@@ -92,71 +89,33 @@ class Restructurable(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def copy_without_values(model: nn.Module) -> Any:
-    """Returns a copy of a model on the meta device, where things can be tried out.
-
-    Modules, parameters and buffers are its own, and so are the lists, dicts and sets that modules have as attributes.
-    All else is shared, as it can be anything: a lock, a file, an output that a hook has kept, whatever a hook holds.
-    """
-    tensors: Dict[Any, Tensor] = {own: _without_values(own) for own in (*model.parameters(), *model.buffers())}
-    # What is assigned to a module of TorchScript would reach the original.
-    kinds = {own: nn.Module if isinstance(own, torch.jit.ScriptModule) else type(own) for own in model.modules()}
-    copies: Dict[Any, Any] = {module: object.__new__(kind) for module, kind in kinds.items()}
-
-    def of_copy(hook: Any) -> Any:
-        owner = getattr(hook, '__self__', None)
-        return MethodType(hook.__func__, copies[owner]) if isinstance(owner, nn.Module) and owner in copies else hook
-
-    for module, new in copies.items():
-        own = vars(new)
-        for name, value in vars(module).items():
-            own[name] = value.copy() if isinstance(value, (dict, list, set)) else value
-        for parts, copied in (('_modules', copies), ('_parameters', tensors), ('_buffers', tensors)):
-            own[parts] = kept = {}
-            for name, part in getattr(module, parts).items():
-                kept[name] = copied.get(part)
-        own['_load_state_dict_pre_hooks'] = OrderedDict()
-        before: Dict[int, Any] = module._load_state_dict_pre_hooks
-        for hook in before.values():
-            new._register_load_state_dict_pre_hook(of_copy(hook.hook), hook.with_module)
-        after = own['_load_state_dict_post_hooks']
-        after.update({key: of_copy(hook) for key, hook in after.items()})
-    return copies[model]
-
-
-def _without_values(tensor: Any) -> Tensor:
-    """Returns a plain tensor of the same shape on the meta device; a copy of a lazy one, which has no shape yet."""
-    if is_lazy(tensor):
-        return copy.deepcopy(tensor)
-    new = torch.empty(tensor.shape, dtype=tensor.dtype, device='meta')
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-
-
-def check_loading(trial: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Loads a state dict into a :func:`copy_without_values`, without copying any value.
+def try_loading(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Loads a state dict inside of :func:`~attncnn_plugin.change.undone`, without copying any value.
 
     Raises:
         StructureError: It is refused.
     """
-    for module in trial.modules():  # what it would set can be shared
-        vars(module)['set_extra_state'] = lambda state: None
+    for module in model.modules():
+        vars(module)['set_extra_state'] = lambda state: None  # what it would set can be anywhere
+        if isinstance(module, torch.jit.ScriptModule):  # its values are not in Python
+            vars(module)['_load_from_state_dict'] = lambda *args: None
     entries: Any = OrderedDict(state_dict)
     entries.update({name: value.detach() for name, value in state_dict.items() if isinstance(value, Tensor)})
     # PyTorch writes in it that tensors are assigned.
     entries._metadata = {name: dict(own) for name, own in (getattr(state_dict, '_metadata', None) or {}).items()}
     try:
-        nn.Module.load_state_dict(trial, entries, strict, assign=True)
+        nn.Module.load_state_dict(model, entries, strict, assign=True)
     except RuntimeError as error:
         raise StructureError(str(error)) from error
 
 
 def write_extra_state(structure: Any) -> Tensor:
-    """Returns a structure of plain values as JSON in a ``uint8`` tensor, which every format of checkpoints has."""
+    """Encodes a structure of plain values as JSON in a ``uint8`` tensor, which every checkpoint format has."""
     return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8, device='cpu')
 
 
 def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
-    """Returns what :func:`write_extra_state` has put into a state dict for a module; None where it has nothing.
+    """Reads what :func:`write_extra_state` has put into a state dict for a module; None if there is nothing.
 
     Raises:
         StructureError: It is damaged.
@@ -172,7 +131,7 @@ def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
 
 
 def without_prefix(state_dict: Mapping[str, Any], prefix: str) -> 'OrderedDict[str, Any]':
-    """Returns a state dict, and its metadata, whose names begin after a prefix; names without it stay.
+    """Returns a state dict, and its metadata, without a prefix of names; names that do not have it stay.
 
     Raises:
         StructureError: An entry is there under both names.

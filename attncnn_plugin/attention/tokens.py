@@ -16,7 +16,7 @@ from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticE
 from .precision import at_least_float32, full_precision
 from .shifts import at_shifts, over_axes, over_chain, row_major
 from .softmax import softmax, without_subnormals
-from .window import shown
+from .window import check_choice
 
 TABLES = ('relative_learned', 'relative_sinusoidal')
 GAUSSIANS: Dict[str, Any] = {
@@ -175,10 +175,7 @@ class LearnedAttention(SeparableAttention):
         **dd: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop, **dd)
-        if position not in TABLES:
-            raise ValueError(
-                f'position={shown(position)} is not for attention without content: choose one of {[*TABLES]}'
-            )
+        check_choice('position', position, TABLES)
         length = 2 * dim if position == 'relative_learned' else dim
         self.encoding = LearnedEncoding(num_heads, length, max_size, position == 'relative_sinusoidal', **dd)
 
@@ -219,8 +216,7 @@ class ContentAttention(GridAttention):
         **dd: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop, **dd)
-        if position not in (*TABLES, *GAUSSIANS):
-            raise ValueError(f'position={shown(position)} is unknown: choose one of {[*TABLES, *GAUSSIANS]}')
+        check_choice('position', position, (*TABLES, *GAUSSIANS))
         self.position = position
         self.has_position_scores = position in GAUSSIANS  # q·r_δ depends on the query too
         self.query = nn.Linear(dim, num_heads * dim, **dd)
@@ -267,7 +263,7 @@ class ContentAttention(GridAttention):
         return head_products(query.flatten(1, 2), self.key(x).flatten(1, 2), self.num_heads)
 
     def _position_terms(self, query: Tensor) -> List[Tensor]:
-        """Returns the terms of q·r_δ/√D or v·r_δ, ``(B, H*W, N_h, H, W)`` where they broadcast, of queries."""
+        """Returns the terms of q·r_δ/√D or v·r_δ for queries; they broadcast to ``(B, H*W, N_h, H, W)``."""
         height, width = query.shape[1:3]
         if self.tables is None:
             return [self.encoding.scores((height, width)).transpose(0, 1).unflatten(2, (height, width))]

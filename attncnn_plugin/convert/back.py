@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_layer import check_plain_linear
-from ..attention.content_images import ContentImageAttention
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Sizes, Window, per_axis, same_window, shown
+from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
 from .convolutions import Computed, Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, inverse_of_shifts, targets
+from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
 
 MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
@@ -94,11 +93,12 @@ def mhsa_to_conv(
 
 @torch.no_grad()
 def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> Tuple[Computed, ConvFit]:
-    """Returns what the convolution of :func:`mhsa_to_conv` with a window computes, and its fit.
+    """Finds the kernel of :func:`mhsa_to_conv` for a window; returns what its convolution computes, and the fit.
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
-    if not _ignores_content(layer):
+    # Attention by content without queries or keys yet has the same probabilities for all images.
+    if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
@@ -139,11 +139,6 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
 
-def _ignores_content(layer: Any) -> bool:
-    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
-    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
-
-
 def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Iterator[Tensor]:
     """Yields the probabilities of attention that does not see content (yet), ``(some heads, Q, pixels)``, float64."""
     numbers, exact = range(layer.num_heads), copy.deepcopy(layer).cpu().double()
@@ -161,12 +156,11 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
 
 
 def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> Window:
-    """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
+    """Returns the window of a layer; for attention over a grid, the one that is asked for."""
     window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode
-        if mode not in MODES:
-            raise ValueError(f'padding_mode={shown(mode)} must be one of {MODES}')
+        check_choice('padding_mode', mode, MODES)
         return same_window(per_axis('kernel_size', kernel_size, 2), mode)
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')

@@ -1,18 +1,19 @@
-"""Finds the shifts that heads can express (Cordonnier et al. 2020, Lemma 3).
+"""The shift operators S_δ of a convolution, (S_δ x)_q = x_{q+δ}, and which of them heads can express.
 
-Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with (S_δ x)_q = x_{q+δ}. Where
-each S_δ is a combination Σ_h Φ_hδ P_h of the maps, V_h = Σ_δ Φ_hδ W_δ makes them equal: C20's W^SA = W^conv Φ.
+Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ
+(Cordonnier et al. 2020, section 3 and Lemma 3). Where each S_δ is a combination Σ_h Φ_hδ P_h of the maps,
+V_h = Σ_δ Φ_hδ W_δ makes them equal: C20's W^SA = W^conv Φ.
 """
 
+import math
 from dataclasses import dataclass
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.window import Sizes, per_axis, same_window, shown
-from .shift_operators import check_position_only, interior_queries, targets
+from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
 
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
@@ -30,6 +31,11 @@ class Expressibility:
             expressed.
         residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
+        error (float): Relative error of the attention that comes nearest to a random kernel, whose weights have
+            variance 1: the root of the mean of ‖Σ_δ w_δ E_δ‖² over that of ‖Σ_δ w_δ S_δ‖², where E_δ is what the span
+            leaves of S_δ. With N_h heads it is at least √(1 − N_h/K) for K positions.
+        worst (float): The largest relative error over all kernels, 1 with fewer heads than positions. The heads span
+            every kernel to this error.
         rank (int): Rank of the heads' maps over all chosen queries at once.
         tolerance (float): Residual up to which a shift is expressible.
     """
@@ -38,14 +44,17 @@ class Expressibility:
     expressible: List[Tuple[int, int]]
     missing: List[Tuple[int, int]]
     residual: List[float]
+    error: float
+    worst: float
     rank: int
     tolerance: float
 
     def __str__(self) -> str:
-        rows, columns = self.kernel_size
-        count = f'{len(self.expressible)} of {len(self.residual)} shifts of {rows}x{columns} can be expressed'
-        missing = f'; missing: {", ".join(map(str, self.missing))}' if self.missing else ''
-        return f'{count}{missing}'
+        random, every = (f'{100 * error if error > self.tolerance else 0:.3g}%' for error in (self.error, self.worst))
+        words = f'the heads span a random {"x".join(map(str, self.kernel_size))} kernel to within {random}, '
+        words += f'every one to within {every}'
+        named = ', '.join(map(str, self.expressible)) if self.missing else ''
+        return f'{words}; exactly the shifts {named}' if named else words
 
 
 @torch.no_grad()
@@ -82,8 +91,11 @@ def expressible_shifts(
         >>> layer = QuadraticAttention(dim=2, num_heads=5)
         >>> layer.encoding.center.data = torch.tensor([[-1.0, 0.0], [0.0, -1.0], [0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> layer.encoding.sqrt_precision.data = torch.full((5,), 40.0)  # hard heads
-        >>> expressible_shifts(layer, 3, size=(6, 8), queries='interior').missing
+        >>> found = expressible_shifts(layer, 3, size=(6, 8), queries='interior')
+        >>> found.missing
         [(-1, -1), (-1, 1), (1, -1), (1, 1)]
+        >>> print(str(found).split(';')[0])  # of a random kernel, √(4/9) is left
+        the heads span a random 3x3 kernel to within 66.7%, every one to within 100%
     """
     check_position_only(layer)
     size, own = per_axis('size', size, 2), layer.window or same_window((1, 1))
@@ -104,8 +116,7 @@ def expressible_shifts_of_maps(
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
-    if queries not in ('all', 'interior'):
-        raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
+    check_choice('queries', queries, ('all', 'interior'))
     if not 0 < tolerance < 1:
         raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
     inside = interior_queries(window, size)
@@ -118,13 +129,16 @@ def expressible_shifts_of_maps(
     probs, target = probs.double(), targets(window, size)
     maps, shifts = _triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     norms = maps.norm(dim=0)
-    left, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
-    span = left[:, singular > tolerance * singular[:1]]  # a head can see only padding
-    # ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
-    residual = (shifts - span @ (span.T @ shifts)).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)
+    basis, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
+    span = basis[:, singular > tolerance * singular[:1]]  # a head can see only padding
+    # The S_δ are orthogonal. ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
+    lengths, left = shifts.norm(dim=0), shifts - span @ (span.T @ shifts)
+    error, left = (left.norm() / lengths.norm()).item(), left / lengths.clamp_min(1)
+    worst, residual = torch.linalg.matrix_norm(left, 2).item(), left.norm(dim=0)
     near = residual <= tolerance
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
-    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), span.shape[1], tolerance)
+    rank = span.shape[1]
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), error, worst, rank, tolerance)
 
 
 def _triangle(probs: Tensor, target: Tensor, queries: Tensor) -> Tensor:
@@ -138,3 +152,56 @@ def _triangle(probs: Tensor, target: Tensor, queries: Tensor) -> Tensor:
         rows = torch.cat([probs[:, some].permute(1, 2, 0), shifts[:, 1:]], dim=2).flatten(0, 1)
         triangle = torch.linalg.qr(torch.cat([triangle, rows]), mode='r').R
     return triangle
+
+
+def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
+    """Returns the pixel that each query sees at each kernel position, ``(K, Q)``, −1 in zero padding: S_δ as indices.
+
+    Examples:
+        >>> window = Window.of(torch.nn.Conv1d(1, 1, 3, padding=1))
+        >>> targets(window, (4,)).tolist()
+        [[-1, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, -1]]
+    """
+    queries = [window.queries(axis, n, 'cpu') for axis, n in enumerate(size)]
+    pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64, device='cpu')  # from 1: 0 is padding
+    padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
+    query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
+    before = torch.tensor([window.padding_of(axis, n)[0] for axis, n in enumerate(size)], device='cpu')
+    place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
+    return padded[place.unbind(-1)]
+
+
+def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
+    """Returns whether each query of an image has its whole window inside, ``(Q,)``."""
+    axes = [window.interior(axis, n) for axis, n in enumerate(size)]
+    return torch.cartesian_prod(*axes).reshape(-1, len(axes)).all(1)
+
+
+def inverse_of_shifts(target: Tensor) -> Tensor:
+    """Returns the pseudo-inverse of the matrix of all ⟨S_δ, S_δ'⟩, ``(K, K)``, which count queries of equal targets."""
+    gram = torch.stack([((target == row) & (row >= 0)).sum(1) for row in target]).double()
+    return torch.linalg.pinv(gram, hermitian=True)
+
+
+def fit_shifts(probs: Tensor, target: Tensor, inverse: Optional[Tensor] = None) -> Tensor:
+    """Returns the c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``; the smallest of several.
+
+    P is ``(N_h, Q, pixels)``, float64, S as of :func:`targets`, and ``inverse`` that of :func:`inverse_of_shifts`.
+    """
+    index = target.clamp(min=0).expand(len(probs), -1, -1).mT
+    product = (probs.gather(2, index) * (target >= 0).T).sum(1)  # ⟨P_h, S_δ⟩, (N_h, K), sums over queries
+    return product @ (inverse_of_shifts(target) if inverse is None else inverse)
+
+
+def check_position_only(layer: nn.Module) -> None:
+    """Raises TypeError for no attention of this package, ValueError for attention that depends on its input."""
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(
+            f'layer is a {type(layer).__name__}, but only attention layers of this package have heads with '
+            'probabilities of positions: head_importance and attention_maps take other attention'
+        )
+    if layer.depends_on_content:
+        raise ValueError(
+            f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
+            'those of position-only attention do not'
+        )

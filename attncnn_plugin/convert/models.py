@@ -1,7 +1,9 @@
 """A model's convolutions as attention, and back (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795)."""
 
 import dataclasses
+import warnings
 from fnmatch import fnmatchcase
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple, Union, cast
 
@@ -11,7 +13,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..attention.evaluation_mode import evaluating
 from ..attention.images import ImageAttention
+from ..attention.precision import widest_float
 from ..attention.window import CONVOLUTIONS, shown
 from ..change import (
     PARAMETER_HOOKS,
@@ -22,12 +26,13 @@ from ..change import (
     check_not_distributed,
     number_of_parameters,
     succession,
+    undone,
     within,
 )
+from ..heads.found import floats_in, same_numbers
 from ..heads.sizes import FewerHeads, number_of_heads
 from .back import ConvFit, nearest_kernel
 from .convolutions import Convolution, convolution_with
-from .drift import drifts
 from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
 Named = Mapping[str, Any]  # layers of a model, or what belongs to them, by name
@@ -134,7 +139,7 @@ def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
 
 
 def _convert_each(layers: Named, convert: Callable[[Any], Tuple[Any, Any]]) -> Tuple[Named, Named]:
-    """Returns the layers after their conversion and its reports, by name; an error names the layer."""
+    """Converts layers, by name; returns the new ones and their reports. An error names the layer."""
     converted: Dict[str, Any] = {}
     reports: Dict[str, Any] = {}
     for name, layer in layers.items():
@@ -187,7 +192,7 @@ def _in_words(module: nn.Module, structure: Any, when: str) -> str:
 
 
 def in_words(layer: Any) -> str:
-    """Returns what a layer is: a convolution by its kernel, attention by its heads, any other by its class."""
+    """Describes a layer: a convolution by its kernel, attention by its heads, any other by its class."""
     if isinstance(layer, CONVOLUTIONS):
         kernel, stride = (own if isinstance(own, tuple) else (own,) for own in (layer.kernel_size, layer.stride))
         name = f'{"×".join(map(str, kernel))} kernel'
@@ -226,7 +231,7 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
 
 
 def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
-    """Returns the convolutions of a model, transposed ones included, that names, globs or a predicate choose, by name.
+    """Returns the convolutions of a model, by name, that names, globs or a predicate choose, also transposed ones.
 
     It raises ``ValueError`` for what chooses none.
     """
@@ -306,3 +311,66 @@ def _check_plain(name: str, layer: nn.Module) -> None:
     for key, parameter in layer.named_parameters(recurse=False):
         if any(getattr(parameter, hooks) for hooks in PARAMETER_HOOKS):
             raise ValueError(f'{name}.{key} has hooks: remove them first')
+
+
+def _squares(old: Tensor, new: Tensor) -> Tuple[float, float]:
+    """Returns ‖Y − Y'‖² and ‖Y‖²."""
+    old, new = old.to(widest_float(old)), new.to(widest_float(new))
+    return (old - new).square().sum().item(), old.square().sum().item()
+
+
+def _relative(squares: List[Tuple[float, float]]) -> float:
+    error, norm = (sum(column) for column in zip(*squares))
+    return (error / norm) ** 0.5 if norm else float(error > 0)
+
+
+def drifts(
+    model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
+) -> Tuple[Dict[str, float], Optional[float]]:
+    """Runs a model in evaluation mode, first as it is, then with some layers, by name, replaced, and puts it back.
+
+    Returns:
+        tuple[dict[str, float], float | None]: ‖Y − Y'‖/‖Y‖ of the outputs of each layer that was called, and of the
+        model's, None, with a warning, where these have no floating numbers or other shapes than before.
+
+    Raises:
+        ValueError: A layer is still called after it was replaced, or something of it is read that is not there.
+    """
+    squares: Dict[str, List[Tuple[float, float]]] = {}
+
+    def compare(name: str, module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: Tensor) -> None:
+        (x,) = (*args, *kwargs.values())  # conv(x) or conv(input=x)
+        squares.setdefault(name, []).append(_squares(output, replacements[name](x)))
+
+    def refuse(name: str, module: nn.Module, inputs: Any) -> None:
+        raise ValueError(
+            f'{name} is still called after attention has replaced it: the model holds it in another way than as a '
+            'submodule, in a plain list for instance, so it cannot be converted'
+        )
+
+    kept = undone([model, *replacements.values()], model.buffers())
+    with kept, evaluating(model), same_numbers(), torch.no_grad():
+        for name, conv in layers.items():
+            conv.register_forward_hook(partial(compare, name), with_kwargs=True)
+        before = list(floats_in(model(inputs)))
+        for name, conv in layers.items():
+            conv._forward_hooks.clear()
+            conv.register_forward_pre_hook(partial(refuse, name))
+            model.set_submodule(name, replacements[name])
+        try:
+            after = list(floats_in(model(inputs)))
+        except AttributeError as error:
+            names = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
+            raise ValueError(
+                f'the model reads what {names[0] if names else "a convolution"} has and attention does not: {error}; '
+                'leave that layer out'
+            ) from error
+    same = before and [own.shape for own in before] == [own.shape for own in after]
+    drift = _relative([_squares(*own) for own in zip(before, after)]) if same else None
+    if drift is None:
+        warnings.warn(
+            'the drift of the model is not known: its outputs have no floating numbers, or other shapes than before, '
+            "as a detector's boxes can have; only the drifts of the layers say something",
+            stacklevel=3,
+        )
+    return {name: _relative(own) for name, own in squares.items()}, drift

@@ -107,12 +107,12 @@ def attend_like_convolution(attention: PatchAttention, conv: nn.Conv2d, patch_si
             f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
             f'{patch_size}x{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)'
         )
-    first, table, out, bias = attention.position.first, attention.position.table, attention.out, cast(Tensor, conv.bias)
+    table, out, bias = attention.position.table, attention.out, cast(Tensor, conv.bias)
     for weight in (attention.query.weight, out.weight, table):
         nn.init.zeros_(weight)
     kernel = F.pad(conv.weight.flatten(2).permute(2, 0, 1), (0, 0, 0, 0, 0, 1))  # (K + 1, C_out, C_in); −1 is 0
     for head, (width, end) in enumerate(zip(attention.head_dims, itertools.accumulate(attention.head_dims))):
-        entry = [n - start for n, start in zip(shifts[head], first)] if head < len(shifts) else [-1, -1]
+        entry = [n + size // 2 for n, size in zip(shifts[head], table.shape[1:])] if head < len(shifts) else [-1, -1]
         # A shift that the table does not have leads to padding from every patch.
         if all(0 <= n < size for n, size in zip(entry, table.shape[1:])):
             table[head, entry[0], entry[1]] = attn_bias

@@ -14,12 +14,18 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
 import torch
 from torch import Tensor
 
-from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
-from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.images import (
+    POSITIONS,
+    SHARED_GATE,
+    ContentImageAttention,
+    ImageAttention,
+    QuadraticImageAttention,
+    WindowImageAttention,
+)
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides
-from ..attention.window import Sizes, Window, per_axis, shown
+from ..attention.window import Sizes, Window, check_choice, per_axis, shown
 from .convolutions import Computed, Convolution, block_norms, computed, copy_with, moved_copy
 
 CONTENTS = (None, 'additive', 'gated')
@@ -182,8 +188,8 @@ def check_settings(
             f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel: heads can be removed '
             'afterwards'
         )
-    if position not in POSITIONS:
-        raise ValueError(f'position={shown(position)} is unknown: choose one of {POSITIONS}')
+    check_choice('position', position, POSITIONS)
+    check_choice('content', content, CONTENTS)
     settings: Dict[str, Any] = {'position': position}
     if alpha is not None:
         if isinstance(alpha, bool) or not isinstance(alpha, Real) or not ALPHA_RANGE[0] <= alpha <= ALPHA_RANGE[1]:
@@ -192,14 +198,10 @@ def check_settings(
                 'exact convolution, about 6 for heads that learn'
             )
         settings['alpha'] = float(alpha)
-    if content not in CONTENTS:
-        raise ValueError(f'content={shown(content)} is unknown: choose one of {CONTENTS}')
     if content is None:
-        for name, value in (('window_size', window_size), ('qk_dim', qk_dim)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={shown(value)} is for attention by content: add content='additive' or 'gated'"
-                )
+        if window_size is not None or qk_dim is not None:
+            given = f'window_size={shown(window_size)}' if qk_dim is None else f'qk_dim={shown(qk_dim)}'
+            raise ValueError(f"{given} is for attention by content: add content='additive' or 'gated'")
         return settings
     if qk_dim is None:
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / positions))
@@ -229,7 +231,7 @@ class OwnConvolution:
     conv: Any
 
     def like(self, attention: ImageAttention) -> Any:
-        """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
+        """Returns a copy with the device, the dtype, the mode and the ``requires_grad`` of a layer."""
         to = attention.value.weight
         conv = copy_with(self.conv, lambda x: moved_copy(x, to.device, to.dtype))
         for key, own in attention.value.named_parameters(recurse=False):
@@ -237,7 +239,7 @@ class OwnConvolution:
         return conv.train(attention.training)
 
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
-        """Returns the convolution with a kernel, and the largest error of an output for pixels of norm 1.
+        """Returns the convolution with a new kernel, and the largest error of an output for pixels of norm 1.
 
         There is an error where it computes its weights, and those that it has, from when it became attention, give
         another kernel.
@@ -267,11 +269,11 @@ class OwnConvolution:
 
 
 def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> ImageAttention:
-    """Returns attention that can replace a convolution that computes ``plain``, with values yet to be set.
+    """Builds attention that can replace a convolution that computes ``plain``; its values are yet to be set.
 
     The settings are those of :func:`check_settings`.
     """
-    arguments = plain.in_channels, plain.out_channels, math.prod(plain.window.kernel_size), plain.window
+    arguments = plain.in_channels, len(plain.weight), math.prod(plain.window.kernel_size), plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention

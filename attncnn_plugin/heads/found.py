@@ -8,7 +8,7 @@ all heads share.
 import itertools
 import os
 import re
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral
@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
-from ..change import all_or_nothing, held_by
-from .seen import AnyAttention, FunctionsSeen, watching
+from ..change import held_by, undone
+from .seen import AnyAttention, watching, watching_outputs
 from .sizes import compute_anew, record_of
 
 Run = Callable[[], Any]
@@ -131,23 +131,15 @@ def same_numbers() -> Iterator[None]:
 def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
     """Returns the heads of all attention that runs, by its names, without their entries in parameters."""
     found: Dict[str, Heads] = {}
-    noted: List[AnyAttention] = []
 
-    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
-        noted.append(attention)
-        return output
+    def see(name: str, attention: AnyAttention, output: Tensor) -> None:
+        if isinstance(attention.owner, PrunableHeads):
+            found[name] = attention.owner
+            return
+        own: Any = found.setdefault(name, FoundHeads(name, model, attention.num_heads))
+        own.axes[attention.name] = attention.heads
 
-    def end(functions: FunctionsSeen, output: Any) -> None:
-        for attention in noted:
-            name = attention.name.partition('#')[0]
-            if isinstance(attention.owner, PrunableHeads):
-                found[name] = attention.owner
-                continue
-            own = found.setdefault(name, FoundHeads(name, model, attention.num_heads))
-            own.axes[attention.name] = attention.heads
-        noted.clear()
-
-    with evaluating(model), same_numbers(), torch.no_grad(), watching(model, wanted=wanted, touch=touch, end=end):
+    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see, wanted):
         run()
     return found
 
@@ -253,10 +245,10 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
     while left:
         chosen: Dict[str, FoundHeads] = {}  # those with nothing in common
         for own, near in left:
-            if not any(_is_in(near, other) or _is_in(other, near) for other in chosen):
+            if not any(is_in(near, other) or is_in(other, near) for other in chosen):
                 chosen[near] = own
         left = [(own, near) for own, near in left if chosen.get(near) is not own]
-        with suppress(_Undo), all_or_nothing(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
+        with undone(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
             with same_numbers():
                 tensors = {name: _randomized(model, name) for name in chosen}
             with _Alive():
@@ -265,7 +257,6 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
             most = max(own.num_heads for own in chosen.values())
             upstream: Set[str] = set()
             of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
-            raise _Undo
         for name, own in chosen.items():
             inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
             for key in tensors[name]:
@@ -280,12 +271,9 @@ def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> No
                 own.owners = {}
 
 
-def _is_in(name: str, other: str) -> bool:
+def is_in(name: str, other: str) -> bool:
+    """Says whether a module is another or inside of it, by their names."""
     return not other or f'{name}.'.startswith(f'{other}.')
-
-
-class _Undo(Exception):
-    """Has what was changed put back."""
 
 
 class _Alive(TorchFunctionMode):

@@ -18,13 +18,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..attention import AttentionLayer
-from ..attention.content_images import ContentImageAttention
 from ..attention.heads import PrunableHeads
-from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.images import ContentImageAttention, GroupedLinear
 from ..attention.neighbourhoods import join_tiles
 from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision
-from ..attention.state_dicts import HOOKS
 from ..attention.tokens import GridAttention
 from .kernels import dot_products, shown_to_modes
 from .places import Followed, Places, axes_of, first_of, flat, places_of_grid
@@ -35,6 +33,7 @@ Touch = Callable[['AnyAttention', Tensor], Tensor]
 # A part of an axis: the label of the axis, the size of the part, and how many entries lie between two of the part.
 Part = Tuple[str, int, int]
 
+HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, F.gumbel_softmax}
 LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
 EXP = {torch.exp, Tensor.exp, Tensor.exp_}
@@ -102,6 +101,31 @@ def watching(
             handle.remove()
         if watch.functions is not None and watch.native is None:  # after an error in a hook
             watch.functions.__exit__(None, None, None)
+
+
+@contextmanager
+def watching_outputs(
+    model: nn.Module,
+    see: Callable[[str, 'AnyAttention', Tensor], None],
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[None]:
+    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
+
+    The name is that of the module in which the attention runs, once more for each time it does.
+    """
+    noted: List[Tuple[AnyAttention, Tensor]] = []
+
+    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
+        noted.append((attention, output.detach()))
+        return output
+
+    def end(functions: 'FunctionsSeen', output: Any) -> None:
+        for attention, own in noted:
+            see(attention.name.partition('#')[0], attention, own)
+        noted.clear()
+
+    with watching(model, wanted=wanted, touch=touch, end=end):
+        yield
 
 
 class Watch(threading.local):
@@ -304,7 +328,7 @@ class OwnAttention:
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:
         self.name, self.owner, self.x = name, owner, x
-        self.size = tuple(x.shape[-owner.window.ndim :] if isinstance(owner, ImageAttention) else x.shape[1:-1])
+        self.size = owner.grid_of(x)
 
     @property
     def places(self) -> Places:

@@ -6,15 +6,17 @@ reads it, as it stands in the error of a loading that does not.
 """
 
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.state_dicts import StructureError
+from ..change import resize
 from .forward import RewrittenForward
 
 RECORD = 'attncnn_follow_state_dict'
+NOTE = 'attncnn_plugin'  # in configurations of Hugging Face transformers
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
 OWN, TOKENS, VIEWS = 1, 2, 4
@@ -179,7 +181,7 @@ class FewerHeads:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
         before = shapes_of(module)
         for name, shape in self._changed(module).items():
-            _resize(module, name, shape)
+            resize(module, name, shape)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
         set_sizes(module, shapes, self.built, self.before, self.left, self.way)
@@ -195,14 +197,6 @@ class FewerHeads:
             **found,
             **{name: torch.Size([widths[before[name][0]]]) for name in beside if before[name][0] in widths},
         }
-
-
-def _resize(module: nn.Module, name: str, shape: torch.Size) -> None:
-    """Gives a parameter or buffer another shape, all 0; it stays the same object, which an optimizer may hold."""
-    path, _, leaf = name.rpartition('.')
-    own: Any = getattr(module.get_submodule(path), leaf)
-    with torch.inference_mode(own.is_inference()):  # of a model that was built in inference mode
-        own.data, own.grad = own.data.new_zeros(shape), None
 
 
 def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
@@ -223,3 +217,13 @@ def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:
     """Returns the number of heads a module was built with, has now, and the way; None where it has lost none."""
     record = module._buffers.get(RECORD)
     return None if record is None else tuple(record.tolist())
+
+
+def note_in_configs(model: nn.Module) -> None:
+    """Has configurations of Hugging Face transformers, which ``save_pretrained`` writes, say what loads the model."""
+    modules: List[Any] = [own for own in model.modules() if hasattr(getattr(own, 'config', None), 'architectures')]
+    for module in modules:
+        vars(module.config).pop(NOTE, None)
+    for module in modules:
+        if any(RECORD in own._buffers for own in module.modules()):
+            setattr(module.config, NOTE, 'heads are pruned: load with attncnn_plugin.load_hugging_face(folder)')

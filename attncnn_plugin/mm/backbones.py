@@ -1,7 +1,6 @@
 """mmpretrain's backbones: the networks of :mod:`attncnn_plugin.models` with its interface and its names."""
 
 import copy
-import inspect
 from functools import partial
 from typing import List, Sequence, Tuple, Union
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torchvision.ops import Permute
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..attention.window import check_choice
 from ..models.cmhsa import CMHSANetwork
 from ..models.interface import token_grid
 from ..models.self_attention import SelfAttentionNetwork
@@ -36,13 +36,19 @@ class GridBackbone:
     through its ``featmap``, the target layer for class activation maps, as ``(B, D, H, W)``.
     """
 
-    OUT_TYPES = {'featmap', 'avg_featmap'}
+    OUT_TYPES = 'featmap', 'avg_featmap'
     frozen_stages = -1  # while the network is being built
+    passed_on: Tuple[str, ...]  # arguments that the network has by the same names
+
+    def _build(self, size, options, **network):
+        """Builds the network, and the interface by those options that are not the network's."""
+        own = {name: options.pop(name) for name in self.passed_on if name in options}
+        super().__init__(num_classes=0, **network, **own)
+        self._init_interface(size, **options)
 
     def _init_interface(
         self, img_size, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, **unknown
     ):
-        """Takes arguments of :class:`SAQuadratic` when the network is built."""
         refuse_unknown(type(self).__name__, list(unknown))
         self.img_size = to_2tuple(img_size)
         self.init_cfg = copy.deepcopy(init_cfg)
@@ -53,10 +59,8 @@ class GridBackbone:
         self.out_indices = self._resolve_out_indices(out_indices)
         self.grad_checkpointing = with_cp
 
-        if out_type not in self.OUT_TYPES:
-            raise ValueError(f'Unsupported `out_type` {out_type}, please choose from {self.OUT_TYPES}')
+        check_choice('out_type', out_type, self.OUT_TYPES)
         self.out_type = out_type
-
         if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
             raise ValueError(
                 f'`frozen_stages` {frozen_stages} must be 0 to {self.num_layers} blocks beside the stem, or -1'
@@ -170,33 +174,16 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
         'tiny': dict(embed_dims=64, num_layers=3, num_heads=9, feedforward_channels=128),
     }
     attn_layer = QuadraticAttention
+    passed_on = 'reduction', 'attn_drop_rate', 'drop_path_rate'
 
-    def __init__(
-        self,
-        arch='base',
-        img_size=32,
-        in_channels=3,
-        reduction=2,
-        drop_rate=0.0,
-        attn_drop_rate=0.0,
-        drop_path_rate=0.0,
-        **interface,
-    ) -> None:
+    def __init__(self, arch='base', img_size=32, in_channels=3, drop_rate=0.0, **options) -> None:
         settings = self.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
         names = dict(embed_dims='embed_dim', num_layers='depth', num_heads='num_heads', feedforward_channels='mlp_dim')
         if not isinstance(settings, dict) or settings.keys() != names.keys():
             raise ValueError(f'arch={arch!r} must be one of {[*self.arch_zoo]}, or a dict with the keys {[*names]}')
-        super().__init__(
-            attn_layer=self.attn_layer,
-            **{names[key]: value for key, value in settings.items()},
-            num_classes=0,
-            in_chans=in_channels,
-            reduction=reduction,
-            proj_drop_rate=drop_rate,
-            attn_drop_rate=attn_drop_rate,
-            drop_path_rate=drop_path_rate,
-        )
-        self._init_interface(img_size, **interface)
+        network = {names[key]: value for key, value in settings.items()}
+        network.update(attn_layer=self.attn_layer, in_chans=in_channels, proj_drop_rate=drop_rate)
+        self._build(img_size, options, **network)
 
 
 @MODELS.register_module()
@@ -264,16 +251,11 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
         model                               37,992 → 210,210
     """
 
-    def __init__(self, img_size=224, in_channels=3, num_layers=6, feedforward_channels=None, **interface) -> None:
-        of_timm = {'in_chans', 'depth', 'mlp_dim', 'num_classes', 'global_pool', 'drop_rate', 'device', 'dtype'}
-        names = {*inspect.signature(CMHSANetwork).parameters} - of_timm
-        network = {name: interface.pop(name) for name in names & interface.keys()}
-        super().__init__(
-            img_size=img_size,
-            in_chans=in_channels,
-            depth=num_layers,
-            mlp_dim=feedforward_channels,
-            num_classes=0,
-            **network,
-        )
-        self._init_interface(img_size, **interface)
+    passed_on = (
+        *('patch_size', 'kernel_size', 'head_dim', 'min_head_dim', 'qk_dim', 'null_key'),
+        *('phase', 'attn_bias_init', 'drop_path_rate'),
+    )
+
+    def __init__(self, img_size=224, in_channels=3, num_layers=6, feedforward_channels=None, **options) -> None:
+        network = dict(img_size=img_size, in_chans=in_channels, depth=num_layers, mlp_dim=feedforward_channels)
+        self._build(img_size, options, **network)

@@ -10,7 +10,7 @@ from mmpretrain.registry import MODELS
 from torch import nn
 
 from ..attention.state_dicts import Restructurable, StateDict
-from ..attention.window import CONVOLUTIONS
+from ..attention.window import CONVOLUTIONS, check_choice
 from ..change import Change
 from ..convert import convs_to_attention
 from ..convert.models import apply, check_convertible
@@ -64,14 +64,14 @@ class ConvToAttention(Restructurable):
         return _new_instance, type(self).__bases__[1:], reduced[2]
 
     def _convolutions(self) -> List[str]:
-        """Returns the layers to become attention that are convolutions."""
+        """Returns the chosen layers that still are convolutions."""
         layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion['layers']}
         return [name for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)]
 
 
 @functools.cache
 def _with_phases(own: Type[nn.Module]) -> Any:
-    """Returns the class that inherits from :class:`ConvToAttention` and then from that of a backbone."""
+    """Returns the class of a backbone with phases: it inherits from :class:`ConvToAttention`, then from its own."""
     names = {'__module__': own.__module__, '__doc__': own.__doc__}
     return type(f'{own.__name__}ToAttention', (ConvToAttention, own), names)
 
@@ -119,8 +119,7 @@ def conv_to_attention(
     """
     known = inspect.signature(check_settings).parameters
     refuse_unknown('ConvToAttention', [name for name in settings if name not in known])
-    if phase not in PHASES:
-        raise ValueError(f'phase={phase!r} of ConvToAttention is unknown: choose one of {PHASES}')
+    check_choice('phase', phase, PHASES)
     model: Any = MODELS.build(copy.deepcopy(backbone))
     if hasattr(model, 'to_attention'):
         raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')

@@ -11,6 +11,8 @@ from mmpretrain.models import ClsDataPreprocessor
 from mmpretrain.registry import DATASETS, MODELS
 from torch import Tensor
 
+from ..attention.window import check_choice
+
 
 @DATASETS.register_module('BalancedSubset')
 def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: int = 0) -> BaseDataset:
@@ -79,12 +81,9 @@ class Digits(ImageDataset):
     METAINFO = {'classes': tuple('0123456789')}
 
     def __init__(self, split: str = 'train', color_type: str = 'grayscale', **kwargs):
-        if split not in ('train', 'test'):
-            raise ValueError(f"The split must be one of ['train', 'test'], but got {split!r}")
-        if color_type not in ('grayscale', 'color'):
-            raise ValueError(f"The color_type must be one of ['grayscale', 'color'], but got {color_type!r}")
-        self.split = split
-        self.color_type = color_type
+        check_choice('split', split, ('train', 'test'))
+        check_choice('color_type', color_type, ('grayscale', 'color'))
+        self.split, self.color_type = split, color_type
         super().__init__(ann_file='', **kwargs)
 
     def load_data_list(self) -> List[dict]:

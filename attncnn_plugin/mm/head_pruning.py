@@ -5,7 +5,6 @@ from typing import Any, Optional, Sequence, Union
 from mmpretrain.registry import HOOKS
 
 from ..change import number_of_parameters
-from ..pruning import prunable_heads
 from ..training import PruneHeads, parts_in_phases
 from .follow_state_dict import ChangingHook
 from .runner import HEAD_NUMBERS, averaged_models, head_numbers, training_batches, training_loss, unwrapped, wrap_again
@@ -66,13 +65,11 @@ class HeadPruningHook(ChangingHook):
         """
         super().before_train(runner)
         model = unwrapped(runner.model)
-        layers = self.pruner.layers(model)
-        if not layers and not parts_in_phases(model, 'conv'):
+        self.pruner.batches = training_batches(runner, 1)
+        if not self.pruner.layers(model) and not parts_in_phases(model, 'conv'):
             raise ValueError(f'HeadPruningHook finds {self.pruner.nothing}')
-        # A mistake in the criteria must not wait for the epoch of pruning.
-        counts = layers and 'multiply_adds' in self.pruner.amount
-        self.pruner.batches = training_batches(runner, 1) if counts else ()
-        self.pruner.check(model)
+        self.pruner.check(model)  # a mistake must not wait for the epoch of pruning
+        self.pruner.batches = ()  # not in memory until the next pruning
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning; raises the errors of ``PruneHeads``."""
@@ -82,11 +79,11 @@ class HeadPruningHook(ChangingHook):
         if epoch not in self.times or info.get(judged_at) == epoch:
             return  # done before the run was stopped in the middle of this epoch
         model, copies = unwrapped(runner.model), [averaged.module for averaged in averaged_models(runner)]
-        before, layers = number_of_parameters(model), prunable_heads(model).items()
-        numbers = head_numbers(runner, {name: layer.num_heads for name, layer in layers})
         self.pruner.batches = training_batches(runner, self.num_batches)
+        before, layers = number_of_parameters(model), self.pruner.layers(model).items()
+        numbers = head_numbers(runner, {name: layer.num_heads for name, layer in layers})
         judged = self.pruner.on_epoch_begin(model, runner.optim_wrapper.optimizer, epoch, copies)
-        self.pruner.batches = ()  # not in memory until the next pruning
+        self.pruner.batches = ()
         runner.message_hub.update_info(judged_at, epoch)
         if judged is None:
             runner.logger.info(f'HeadPruningHook finds no heads to remove at epoch {epoch}')

@@ -88,11 +88,10 @@ def read_config(path: str) -> Any:
 FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
 
 
-def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
+def one_line(error: BaseException) -> str:
     """Returns the last line of Python's report of an error; of several lines of a message, the first.
 
-    Of a file that is not there it says which, and of a data set that could not be downloaded, what to do:
-    ``folder_option`` is the tool's option that names another folder.
+    Of a file that is not there it says which, and of a data set that could not be downloaded, what to do.
     """
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ['no reason is given']
@@ -108,7 +107,7 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
             '; the head does not fit: without a neck, write out_type="avg_featmap" in backbone; or in_channels in head'
         )
     if isinstance(error, URLError):  # mmpretrain has printed what it downloads to where
-        return f'a data set is not there and cannot be downloaded ({reason}): name its folder: {folder_option}'
+        return f'a data set is not there and cannot be downloaded ({reason}): name its folder: --cfg-options {FOLDERS}'
     return reason
 
 

@@ -10,7 +10,6 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor
 
 from ..analysis import head_centers, mean_attention
-from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
 from ..training.loops import random_numbers_kept
 from .runner import add_scalars, check_loop, head_numbers, unwrapped
@@ -107,6 +106,8 @@ class AttentionVisualizationHook(Hook):
     def _some_images(self, runner) -> Tensor:
         """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
         loader = runner.train_dataloader if runner.val_loop is None else runner.val_dataloader
-        samples = [loader.dataset[i] for i in evenly_spread(len(loader.dataset), self.num_images)]
+        length = len(loader.dataset)
+        number = min(length, self.num_images)
+        samples = [loader.dataset[i * length // number] for i in range(number)]
         inputs = unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
         return inputs if isinstance(inputs, Tensor) else inputs[0]  # the first view of self-supervised learning

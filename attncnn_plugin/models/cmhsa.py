@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.state_dicts import StateDict, StructureError
+from ..attention.window import check_choice
 from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid, trained
@@ -86,7 +87,7 @@ class CMHSANetwork(TimmNetwork):
         min_head_dim (int): The least channels of a head with ``head_dim='exact'``, up to D. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
-            see :class:`~attncnn_plugin.attention.WindowBias`; L21 has none. Defaults to True for attention that begins
+            see :class:`~attncnn_plugin.attention.GridBias`; L21 has none. Defaults to True for attention that begins
             as a convolution, to False otherwise.
         depth (int): Number of blocks. Defaults to 6.
         mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
@@ -134,8 +135,7 @@ class CMHSANetwork(TimmNetwork):
         qk_dim = dim if qk_dim is None else qk_dim
         sizes = dict(patch_size=patch_size, in_chans=in_chans, kernel_size=kernel_size, qk_dim=qk_dim)
         check_sizes(drop_path_rate, depth=depth, mlp_dim=mlp_dim, **sizes)
-        if phase not in PHASES:
-            raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
+        check_choice('phase', phase, PHASES)
         if not 0 < attn_bias_init < math.inf:
             raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
         self.patch_size = patch_size
@@ -213,7 +213,7 @@ class CMHSANetwork(TimmNetwork):
         return Change(tuple(changes), before, number_of_parameters(self), replaced)
 
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
-        """Returns random attention, of the dtype and on the device of a tensor."""
+        """Builds randomly initialized attention with the dtype and on the device of a tensor."""
         dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
         dim, num_heads = len(self.blocks[0].norm1.weight), len(self.head_dims)
         position = GridBias(num_heads, self.grid_size, null_key, **dd)
@@ -229,18 +229,21 @@ class CMHSANetwork(TimmNetwork):
         return attention
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the structure of each attention if a state dict has it, and this network the convolutions."""
+        """Returns the structures of attention in a state dict; None if it has none, or this network has some."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
         attention = self._new_attention(self.norm.weight.to('meta'), null_key=True)
         return [attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.') for i in range(len(self.blocks))]
 
     def take_structure(self, structure: Any) -> Change:
-        """Puts attention where the convolutions are; no network goes back."""
-        layers = [self._new_attention(self.norm.weight, null_key=True) for _ in structure]
+        """Puts attention where the convolutions are, all 0 until it is loaded; no network goes back."""
+        like = self.norm.weight
+        layers = [self._new_attention(like.to('meta'), null_key=True).to_empty(device=like.device) for _ in structure]
         for layer, own in zip(layers, structure):
             if own is not None:
                 layer.take_structure(own)
+            for parameter in layer.parameters():
+                parameter.data.zero_()
         return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:

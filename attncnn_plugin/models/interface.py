@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer
 from ..attention.patches import image_to_patches
 from ..attention.state_dicts import Restructurable, without_prefix
+from ..attention.window import check_choice
 from ..weights import CLASSES, in_single_precision, weights_file
 
 register_notrace_module(AttentionLayer)  # forward passes that look at sizes, which a symbolic trace does not know
@@ -117,8 +118,7 @@ class TimmNetwork(Restructurable):
         Returns:
             The features of the last block that ran, normed, ``(B, H, W, D)``, and those of the blocks ``indices``.
         """
-        if output_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
+        check_choice('output_fmt', output_fmt, ('NCHW', 'NHWC'))
         take_indices, last = feature_take_indices(len(self.blocks), indices)
         intermediates = []
         x = self.stem(x)

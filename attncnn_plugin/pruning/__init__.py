@@ -5,13 +5,15 @@ Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant on
 
 from ..heads.found import masked_heads
 from .ablation import HeadAblation, head_ablation
-from .criteria import find_degenerate_heads
-from .importance import head_costs, head_importance, least_important
+from .degenerate import DegenerateHeads, find_degenerate_heads
+from .importance import count_multiply_adds, head_costs, head_importance, least_important
 from .optimizers import replace_parameters
 from .prune import prunable_heads, prune_heads
 
 __all__ = [
+    'DegenerateHeads',
     'HeadAblation',
+    'count_multiply_adds',
     'find_degenerate_heads',
     'head_ablation',
     'head_costs',

@@ -2,13 +2,13 @@
 
 A Gaussian head, quadratic or generalized quadratic, has the eigenvalues λ₁ ≥ λ₂ of Σ⁻¹ = MMᵀ, in 1/tokens². With λ₁
 near 0 it attends to all keys alike, with λ₁ ≫ λ₂ to a stripe. All of position is computed in float64 on the CPU.
-Attention that depends on content is judged by what it does on images, in means over these of the criteria: a mean of
-the attention maps would call two heads alike that look at different things in each image.
+Attention that depends on content is judged by means over images of what the criteria measure: a mean of the attention
+maps would call two heads alike that look at different things in each image.
 """
 
 import math
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import gt, lt
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.heads import PrunableHeads
 from ..attention.positions import GaussianHeads
 from ..attention.window import per_axis, shown
-from ..convert.shift_operators import check_position_only
 
 Criterion = Union[str, Dict[str, Any]]
 
@@ -74,39 +72,6 @@ class DegeneracyReport:
         return '\n'.join(lines)
 
 
-class ObservedAttention:
-    """Means over images of what the criteria of degenerate heads ask for.
-
-    Args:
-        num_heads (int): Number of heads N_h.
-
-    Attributes:
-        entropy (Tensor): Sum over images of each head's entropy, relative to that of uniform attention, ``(N_h,)``.
-        from_uniform (Tensor): The same of its distance from uniform attention in total variation, ``(N_h,)``.
-        distances (Tensor): The same of the distances between heads, ``(N_h, N_h)``.
-        count (Tensor): The number of images, or of windows of images. All are of float64, on the CPU.
-    """
-
-    def __init__(self, num_heads: int) -> None:
-        self.entropy = torch.zeros(num_heads, dtype=torch.float64, device='cpu')
-        self.from_uniform = torch.zeros(num_heads, dtype=torch.float64, device='cpu')
-        self.distances = torch.zeros(num_heads, num_heads, dtype=torch.float64, device='cpu')
-        self.count = torch.zeros((), dtype=torch.float64, device='cpu')
-
-    @torch.no_grad()
-    def add(self, probs: Tensor) -> None:
-        """Adds the probabilities of some images, ``(B, N_h, Q, K)``."""
-        self.entropy += relative_entropy_of_maps(probs).double().sum(0).cpu()
-        self.from_uniform += ((probs - 1 / probs.shape[-1]).abs().sum(-1).mean(-1) / 2).double().sum(0).cpu()
-        for maps in probs:
-            self.distances += map_distances(maps).double().cpu()
-        self.count += len(probs)
-
-    def mean(self, name: str) -> Tensor:
-        """Returns the mean over images of one of the sums."""
-        return getattr(self, name) / self.count
-
-
 class Measure(NamedTuple):
     """A number for each head, or for each pair of heads, and the threshold beyond which a head is degenerate."""
 
@@ -116,74 +81,20 @@ class Measure(NamedTuple):
     values: Callable[..., Tensor]
 
 
-BY_POSITION = {  # of functions that give M of Gaussian heads, and attention maps
-    'uniform': Measure(1e-5, lt, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
-    'stripe': Measure(1e3, gt, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
+OF_MAPS = {  # of functions that give M of Gaussian heads, and attention maps
     'entropy': Measure(0.99, gt, 'relative entropy {:.4g} > {:.4g}', lambda _, maps: relative_entropy_of_maps(maps())),
     'duplicate': Measure(0.01, lt, 'distance {:.3g} < {:.3g} from head {}', lambda _, maps: map_distances(maps())),
 }
+BY_POSITION = {
+    'uniform': Measure(1e-5, lt, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
+    'stripe': Measure(1e3, gt, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
+    **OF_MAPS,
+}
 ON_IMAGES = {  # of ObservedAttention
     'uniform': Measure(0.01, lt, 'distance {:.3g} < {:.3g} from uniform attention', lambda x: x.mean('from_uniform')),
-    'entropy': BY_POSITION['entropy']._replace(values=lambda seen: seen.mean('entropy')),
-    'duplicate': BY_POSITION['duplicate']._replace(values=lambda seen: seen.mean('distances')),
+    'entropy': OF_MAPS['entropy']._replace(values=lambda seen: seen.mean('entropy')),
+    'duplicate': OF_MAPS['duplicate']._replace(values=lambda seen: seen.mean('distances')),
 }
-
-
-@torch.no_grad()
-def find_degenerate_heads(
-    layer: AttentionLayer,
-    criteria: Sequence[Criterion] = ('uniform', 'stripe'),
-    size: Union[int, Sequence[int], None] = None,
-) -> DegeneracyReport:
-    """Finds the heads that a layer can do without: those that take a mean over the grid, or repeat another head.
-
-    It reads only the parameters and computes in float64 on the CPU: equal layers have equal reports on every rank.
-
-    Args:
-        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
-        criteria (Sequence): Each a name, or a ``dict(type=name, threshold=number)``. A head is degenerate if any of
-            them says so; the report has the first.
-
-            - ``'uniform'``: the largest eigenvalue of Σ⁻¹, 2α for the quadratic encoding, is below 1e-5 (C20, appendix
-              E): all keys are attended to alike. Only for Gaussian heads.
-            - ``'stripe'``: the condition number of Σ⁻¹ is above 1000 (released code of C20; appendix E has 1e5). It is
-              1 for a quadratic head and for Σ⁻¹ = 0. Only for Gaussian heads.
-            - ``'entropy'``: the entropy, mean over queries, is above 0.99 of that of uniform attention: all keys of
-              the grid are attended to almost alike.
-            - ``'duplicate'``: the map of an earlier head is nearer than 0.01 in total variation, mean over queries
-              (C20, 4.3, has such heads with the learned encoding). Only heads that no other criterion finds are
-              compared, wherever it stands among the criteria. The first of a group is kept. Each head is compared
-              with kept ones, so that a chain of small steps does not lead away from them.
-
-            Defaults to ``('uniform', 'stripe')``.
-        size (int | Sequence[int], optional): Height and width of the grid in tokens, for ``'entropy'`` and
-            ``'duplicate'``. Defaults to None.
-
-    Returns:
-        DegeneracyReport: The degenerate heads, with criterion and value.
-
-    Raises:
-        TypeError: ``layer`` is no attention of this package, or has no Σ⁻¹ for a criterion of Gaussian heads.
-        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown or has other settings;
-            no ``size`` for a criterion that needs one; parameters that are not finite.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> layer.encoding.center.data = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.9]])
-        >>> layer.encoding.sqrt_precision.data = torch.tensor([1.0, 1e-4, 1.0])
-        >>> report = find_degenerate_heads(layer, ['uniform', dict(type='duplicate', threshold=0.05)], size=(16, 16))
-        >>> print(report)
-        2 of 3 heads degenerate
-        head  criterion  why
-           1  uniform    largest eigenvalue 1e-08 < 1e-05
-           2  duplicate  distance 0.0352 < 0.05 from head 0
-        >>> report.heads
-        [1, 2]
-    """
-    check_position_only(layer)
-    factor = partial(factor_of, layer.gaussian_heads(), type(layer).__name__)
-    return _find(layer.num_heads, criteria, BY_POSITION, factor, cache(partial(exact_maps, layer, size)))
 
 
 @torch.no_grad()
@@ -192,7 +103,7 @@ def degenerate_heads_of_maps(
     criteria: Sequence[Criterion] = ('entropy', 'duplicate'),
     gaussian: Optional[GaussianHeads] = None,
 ) -> DegeneracyReport:
-    """Finds the degenerate heads by given attention maps, see :func:`find_degenerate_heads`.
+    """Finds the degenerate heads by given attention maps, see :func:`~attncnn_plugin.pruning.find_degenerate_heads`.
 
     Args:
         maps (Tensor): The probabilities of the heads, ``(N_h, Q, K)``.
@@ -204,62 +115,11 @@ def degenerate_heads_of_maps(
         TypeError: A criterion of Gaussian heads without ``gaussian``.
         ValueError: A criterion that is unknown or has other settings; values that are not finite.
     """
-    factor = partial(factor_of, gaussian, 'attention')
-    return _find(len(maps), criteria, BY_POSITION, factor, lambda: _finite(maps.cpu().double()))
+    measures = OF_MAPS if gaussian is None else BY_POSITION
+    return found_by(len(maps), criteria, measures, partial(factor_of, gaussian), lambda: finite(maps.cpu().double()))
 
 
-@torch.no_grad()
-def degenerate_heads_of_observed(
-    observed: ObservedAttention, criteria: Sequence[Criterion] = ('entropy', 'duplicate')
-) -> DegeneracyReport:
-    """Finds the degenerate heads of attention that depends on content, by what it did on images.
-
-    Args:
-        observed (ObservedAttention): Means over images of what the layer attended to.
-        criteria (Sequence): As for :func:`find_degenerate_heads`, in means over images. ``'uniform'`` is a distance
-            from uniform attention below 0.01, in total variation; there is no ``'stripe'``. Defaults to
-            ``('entropy', 'duplicate')``.
-
-    Raises:
-        TypeError: The criterion ``'stripe'``, which is for Gaussian heads.
-        ValueError: No images were observed; a criterion that is unknown or has other settings; values that are not
-            finite.
-
-    Examples:
-        >>> uniform, identity = torch.full((9, 9), 1 / 9), torch.eye(9)
-        >>> observed = ObservedAttention(3)
-        >>> observed.add(torch.stack([identity, uniform, identity]).expand(2, -1, -1, -1))
-        >>> print(degenerate_heads_of_observed(observed, ['uniform', 'duplicate']))
-        2 of 3 heads degenerate
-        head  criterion  why
-           1  uniform    distance 0 < 0.01 from uniform attention
-           2  duplicate  distance 0 < 0.01 from head 0
-    """
-    if not observed.count:
-        raise ValueError('no images were observed: attention that depends on content is judged by what it does on some')
-    _finite(observed.distances)
-    return _find(len(observed.entropy), criteria, ON_IMAGES, observed)
-
-
-def depends_on_content(layer: Any) -> bool:
-    """Returns True if heads of a layer attend by what is in an image, so that images judge them."""
-    return not isinstance(layer, PrunableHeads) or layer.depends_on_content
-
-
-def check_criteria(layer: Any, criteria: Sequence[Criterion]) -> None:
-    """Refuses criteria that are not for a layer, whatever its weights are.
-
-    Raises:
-        TypeError: A criterion of Gaussian heads for others.
-        ValueError: A criterion that is unknown or has other settings.
-    """
-    on_images = depends_on_content(layer)
-    for name, _ in _rules(criteria, ON_IMAGES if on_images else BY_POSITION):
-        if not on_images and name in ('uniform', 'stripe'):
-            factor_of(layer.gaussian_heads(), type(layer).__name__)
-
-
-def _rules(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> List[Tuple[str, float]]:
+def rules_of(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> List[Tuple[str, float]]:
     """Returns the name of each criterion, and its threshold."""
     if not isinstance(criteria, (list, tuple)) or not criteria:
         raise ValueError(f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']")
@@ -284,12 +144,12 @@ def _rules(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> Li
     return rules
 
 
-def _find(
+def found_by(
     num_heads: int, criteria: Sequence[Criterion], measures: Mapping[str, Measure], *of_layer: Any
 ) -> DegeneracyReport:
     """Returns the heads that the criteria find, each under the first; duplicates are among the heads that are left."""
     found: Dict[int, DegenerateHead] = {}
-    rules = sorted(_rules(criteria, measures), key=lambda rule: rule[0] == 'duplicate')
+    rules = sorted(rules_of(criteria, measures), key=lambda rule: rule[0] == 'duplicate')
     for name, threshold in rules if num_heads else ():
         measure = measures[name]
         values = measure.values(*of_layer).tolist()
@@ -336,10 +196,10 @@ def exact_maps(layer: AttentionLayer, size: Union[int, Sequence[int], None]) -> 
     """
     if size is None:
         raise ValueError('size=None, but attention maps are those of a grid: give its height and width in tokens')
-    return _finite(layer.exact_attention_probs(per_axis('size', size, 2)))
+    return finite(layer.exact_attention_probs(per_axis('size', size, 2)))
 
 
-def _finite(values: Tensor) -> Tensor:
+def finite(values: Tensor) -> Tensor:
     """Returns values, if all are finite."""
     if not values.isfinite().all():
         raise ValueError('the attention of layer has values that are not finite: its parameters must be finite')
@@ -361,19 +221,13 @@ def map_distances(maps: Tensor) -> Tensor:
     return distances + distances.T
 
 
-def factor_of(gaussian: Optional[GaussianHeads], owner: str) -> Tensor:
-    """Returns M with Σ⁻¹ = MMᵀ of each head, ``(N_h, ndim, ndim)``, in float64 on the CPU.
+def factor_of(gaussian: Any) -> Tensor:
+    """Returns M with Σ⁻¹ = MMᵀ of Gaussian heads, ``(N_h, ndim, ndim)``, in float64 on the CPU.
 
     Raises:
-        TypeError: The heads are not Gaussian.
         ValueError: Some of their widths are not finite.
     """
-    if gaussian is None:
-        raise TypeError(
-            f'{owner} has no Gaussian heads: only a quadratic or a generalized quadratic encoding has a Σ⁻¹; for '
-            "others use the criteria 'entropy' and 'duplicate'"
-        )
-    return _finite(gaussian.factor.detach().cpu().double())
+    return finite(gaussian.factor.detach().cpu().double())
 
 
 def largest_eigenvalue(factor: Tensor) -> Tensor:

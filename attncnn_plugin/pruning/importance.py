@@ -8,6 +8,7 @@ important heads go is said by a threshold, by a number to keep, or by a share of
 import itertools
 from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,14 +22,17 @@ from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..change import held_by
 from ..heads.choice import Layers, chosen_by
-from ..heads.found import seen_heads
+from ..heads.found import FoundHeads, find_entries, is_in, seen_heads
 from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
-AMOUNTS = {
-    'threshold': 'a number of at least 0',
-    'keep': 'a number of heads',
-    'multiply_adds': 'a share above 0, up to 1',
+AMOUNTS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {  # what each must be
+    'threshold': ('a number of at least 0', lambda value: value >= 0),
+    'keep': (
+        'a number of heads, or a share of them above 0 and below 1',
+        lambda value: isinstance(value, Integral) and int(value) >= 0 or 0 < value < 1,
+    ),
+    'multiply_adds': ('a share above 0, up to 1', lambda value: 0 < value <= 1),
 }
 
 
@@ -189,15 +193,46 @@ def plain_products() -> Iterator[None]:
 
 
 @torch.no_grad()
-def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
-    """Counts the multiply-adds of a model, and those of each of its heads.
-
-    It counts products of matrices and convolutions. Those of attention are in proportion to its heads (nearly so in
-    Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
+def count_multiply_adds(
+    model: nn.Module, run: Callable[[], Any], modules: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Tuple[int, Dict[str, int]]:
+    """Counts the multiply-adds of a model in products of matrices and convolutions.
 
     Args:
         model (nn.Module): The model, in evaluation mode.
         run (Callable): Calls it or a part of it, for instance ``lambda: model(images)``.
+        modules (Mapping[str, Sequence[str]]): By any name, those of some modules. Defaults to none.
+
+    Returns:
+        tuple[int, dict[str, int]]: Those of the whole model, and by these names those of the modules together.
+    """
+    counter = FlopCounterMode(display=False)
+    flops = dict.fromkeys(modules, 0)
+
+    def count(name: str, sign: int) -> None:
+        flops[name] += sign * counter.get_total_flops()
+
+    with ExitStack() as stack:
+        for parameter in [own for own in model.parameters() if own.requires_grad]:
+            stack.callback(parameter.requires_grad_)
+            parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
+        for name, path in [(name, path) for name, paths in modules.items() for path in paths]:
+            module = model.get_submodule(path)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
+            stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
+        with counter, plain_products():
+            run()
+    return counter.get_total_flops() // 2, {name: own // 2 for name, own in flops.items()}
+
+
+def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
+    """Counts the multiply-adds of a model, and those of each of its heads.
+
+    Those of attention, and of maps beside its module with entries of its heads, are in proportion to these (nearly so
+    in Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
+
+    Args:
+        model, run: As of :func:`count_multiply_adds`.
 
     Returns:
         tuple[int, dict[str, Tensor]]: Those of the whole model, and by the name of the layer those of its heads,
@@ -211,40 +246,30 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         >>> costs['blocks.0.attn'][0].item() == tokens * width * (4 * 192 + 2 * tokens)
         True
     """
-    counter = FlopCounterMode(display=False)
     layers = seen_heads(model, run)
-    flops = dict.fromkeys(layers, 0)
-
-    def count(name: str, sign: int) -> None:
-        flops[name] += sign * counter.get_total_flops()
-
-    with ExitStack() as stack:
-        for parameter in [own for own in model.parameters() if own.requires_grad]:
-            stack.callback(parameter.requires_grad_)
-            parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
-        for name in layers:
-            module = model.get_submodule(name)
-            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
-            stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
-        with counter, plain_products():
-            run()
+    find_entries(model, [layer for layer in layers.values() if isinstance(layer, FoundHeads)], run)
+    modules = {}
+    for name, layer in layers.items():
+        paths = {own.rpartition('.')[0] for own in getattr(layer, 'owners', ())}
+        modules[name] = [name, *(own for own in paths if not is_in(own, name) and not is_in(name, own))]
+    total, of_layers = count_multiply_adds(model, run, modules)
     costs = {}
     for name, layer in layers.items():
         weights = torch.ones(layer.num_heads, dtype=torch.float64, device='cpu')
-        if isinstance(layer, PrunableHeads):  # some have heads of other widths
-            for head in range(layer.num_heads):
+        for head in range(layer.num_heads):
+            if isinstance(layer, PrunableHeads):  # some have heads of other widths
                 entries = layer.head_entries([head]).items()
                 weights[head] = sum(
-                    len(index) * layer.get_parameter(part).select(dim, 0).numel() for part, (dim, index) in entries
+                    len(own) * layer.get_parameter(at).select(dim, 0).numel() for at, (dim, own) in entries
                 )
-        costs[name] = flops[name] / 2 * weights / weights.sum()
-    return counter.get_total_flops() // 2, costs
+        costs[name] = of_layers[name] * weights / weights.sum()
+    return total, costs
 
 
 def least_important(
     importance: Mapping[str, Tensor],
     threshold: Optional[float] = None,
-    keep: Optional[int] = None,
+    keep: Optional[float] = None,
     multiply_adds: Optional[float] = None,
     costs: Optional[Tuple[float, Mapping[str, Tensor]]] = None,
 ) -> Dict[str, List[int]]:
@@ -256,7 +281,8 @@ def least_important(
         importance (Mapping[str, Tensor]): Of each head by the name of the layer, of
             :func:`~attncnn_plugin.pruning.head_importance`.
         threshold (float, optional): Removes all heads below it. Defaults to None.
-        keep (int, optional): The number of heads of the whole model that stay. Defaults to None.
+        keep (int | float, optional): The number of heads of the whole model that stay, or their share, above 0 and
+            below 1. Defaults to None.
         multiply_adds (float, optional): The share of the model's multiply-adds that stays, above 0, up to 1. Defaults
             to None.
         costs (tuple, optional): Of :func:`head_costs`, for ``multiply_adds``. Defaults to None.
@@ -273,6 +299,8 @@ def least_important(
         {'a': [0, 2], 'b': [1]}
         >>> least_important(importance, keep=4)
         {'a': [0]}
+        >>> least_important(importance, keep=0.6)  # 3 of 5
+        {'a': [0, 2]}
     """
     check_amount(threshold, keep, multiply_adds)
     for name, own in importance.items():
@@ -285,23 +313,23 @@ def least_important(
     best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
     ranked = [entry for entry in ranked if entry[1:] not in best]
     number = sum(map(len, importance.values()))
-    if keep is not None and keep > number:
-        raise ValueError(f'keep={keep} must be at most {number}, the number of heads')
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
     elif keep is not None:
+        goal = keep if isinstance(keep, Integral) else round(keep * number)
+        if goal > number:
+            raise ValueError(f'keep={keep} must be at most {number}, the number of heads')
         of_heads = {name: torch.ones_like(own) for name, own in importance.items()}
-        chosen = _until(ranked, keep, number, of_heads, f'keep={keep}', 'heads')
+        chosen = _until(ranked, goal, number, of_heads, f'keep={keep}', 'heads')
     elif costs is not None and multiply_adds is not None:
-        goal = multiply_adds * costs[0]
-        chosen = _until(ranked, goal, *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
+        chosen = _until(ranked, multiply_adds * costs[0], *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
     else:
         raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
     found = {name: sorted(head for _, layer, head in chosen if layer == name) for name in importance}
     return {name: heads for name, heads in found.items() if heads}
 
 
-def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds: Optional[float]) -> None:
+def check_amount(threshold: Optional[float], keep: Optional[float], multiply_adds: Optional[float]) -> None:
     """Refuses anything but one of these that is possible.
 
     Raises:
@@ -312,9 +340,9 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
     if len(given) != 1:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
-    is_number = isinstance(value, Integral if name == 'keep' else Real) and not isinstance(value, bool)
-    if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
-        raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
+    words, is_possible = AMOUNTS[name]
+    if not isinstance(value, Real) or isinstance(value, bool) or not is_possible(value):
+        raise ValueError(f'{name}={shown(value)} must be {words}')
 
 
 def _until(

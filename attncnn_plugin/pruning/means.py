@@ -1,7 +1,7 @@
 """What heads give on average, and how the rest of a layer makes up for heads that go (C20, appendix E)."""
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..attention.images import ImageAttention
 from ..attention.tokens import GridAttention
 from ..heads.found import Heads
-from ..heads.seen import AnyAttention, FunctionsSeen, OwnAttention, watching
+from ..heads.seen import AnyAttention, watching_outputs
 
 
 class HeadMeans:
@@ -19,15 +19,12 @@ class HeadMeans:
         total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
         count (Tensor): The number of queries, a scalar in float64.
         widths (list[int]): D_h of each head.
-        size (tuple[int, ...] | None): Height and width of the last grid of tokens, or of the last image; None for
-            attention of another library.
     """
 
     def __init__(self, widths: List[int], device: torch.device) -> None:
         self.total = torch.zeros(sum(widths), dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.widths = widths
-        self.size: Optional[Tuple[int, ...]] = None
         self.axes: Dict[str, Any] = {}  # which are heads, by the name of each run
 
     @property
@@ -50,30 +47,20 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> with head_means(layer) as means:
         ...     outputs = layer(torch.randn(2, 5, 6, 8))
-        >>> [mean.shape for mean in means[''].mean], means[''].size
-        ([torch.Size([8]), torch.Size([8]), torch.Size([8])], (5, 6))
+        >>> [mean.shape for mean in means[''].mean]
+        [torch.Size([8]), torch.Size([8]), torch.Size([8])]
     """
     means: Dict[str, HeadMeans] = {}
-    seen: List[Tuple[AnyAttention, Tensor]] = []
 
-    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
-        seen.append((attention, output.detach()))
-        return output
+    def see(name: str, attention: AnyAttention, output: Tensor) -> None:
+        heads, queries = attention.of_heads(output), attention.is_query
+        found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], output.device))
+        found.axes[attention.name] = attention.heads
+        rows = [head.double() if queries is None else head[queries].double() for head in heads]
+        found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
+        found.count += rows[0].shape[:-1].numel()
 
-    def end(functions: FunctionsSeen, output: Any) -> None:  # now it is known which axes are heads
-        for attention, own in seen:
-            heads, queries = attention.of_heads(own), attention.is_query
-            name = attention.name.partition('#')[0]
-            found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], own.device))
-            found.axes[attention.name] = attention.heads
-            rows = [head.double() if queries is None else head[queries].double() for head in heads]
-            found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
-            found.count += rows[0].shape[:-1].numel()
-            if isinstance(attention, OwnAttention):
-                found.size = attention.size
-        seen.clear()
-
-    with watching(model, wanted=wanted, touch=touch, end=end):
+    with watching_outputs(model, see, wanted):
         yield means
 
 

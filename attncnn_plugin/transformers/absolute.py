@@ -41,9 +41,8 @@ def start_absolute(
     """
     narrowest = min(attentions, key=lambda attention: attention.head_dim)
     if narrowest.head_dim < FEWEST:
-        raise ValueError(
-            f'the heads of {narrowest.name} have {narrowest.head_dim} channels: absolute positions need {FEWEST}'
-        )
+        have = f'the heads of {narrowest.name} have {narrowest.head_dim} channels'
+        raise ValueError(f'{have}: absolute positions need {FEWEST}')
     set_sine_cosine_embedding(network.module, overwrite=True)
     size = network.grid
     patches, has_prefix = size[0] * size[1], network.num_prefix_tokens > 0

@@ -1,4 +1,4 @@
-"""Where attention of other libraries has its queries, keys and values, for those who set them: by names of its parts.
+"""The queries, keys, values and outputs of other libraries' attention, found by the names of its parts.
 
 A start proves what it sets, by the attention that the model then computes.
 """
@@ -24,7 +24,7 @@ KNOWN = (
 
 
 def _of_map(module: nn.Module, name: str, own: str) -> Any:
-    """Returns the ``'weight'`` or ``'bias'`` of a map; None without it."""
+    """Returns the ``'weight'`` or the ``'bias'`` of a linear map, or None if it has none."""
     part = getattr(module, name, None)
     return getattr(part, own, None) if isinstance(part, nn.Module) else getattr(module, f'{name}_{own}', None)
 
@@ -41,6 +41,10 @@ class Attention:
         num_heads (int): Number of heads N_h; 0 where the module does not say.
         maps (tuple[str, ...]): The map to queries, keys and values, or three.
         output (nn.Module): The linear map that takes the outputs of all heads, which lie one after the other.
+        is_known (bool): Whether all parts are there; otherwise it has none of the next three.
+        head_dim (int): Channels d of a head.
+        width (int): Channels D of a token.
+        has_own_maps (bool): Whether each head has queries, keys and values of its own, as the output takes.
         shifts (Tensor): Δ of each head at which a start lets it look, ``(N_h, 2)``; none to begin with.
     """
 
@@ -50,37 +54,22 @@ class Attention:
         self.num_heads: int = next((own for own in numbers if isinstance(own, int)), 0)
         found = (names for names in MAPS if all(_of_map(module, name, 'weight') is not None for name in names))
         self.maps: Sequence[str] = next(found, ())
-        outputs = (getattr(module, name, None) for name in OUTPUTS)
-        self.output: Any = next((own for own in outputs if hasattr(own, 'in_features')), None)
+        outputs: Any = [*filter(None, (getattr(module, name, None) for name in OUTPUTS)), None]
+        self.output = next(own for own in outputs if own is None or hasattr(own, 'in_features'))
         self.shifts = torch.empty(0, 2, device='cpu')
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all parts are there."""
-        return bool(self.num_heads and self.maps and self.output is not None)
-
-    @property
-    def head_dim(self) -> int:
-        """Channels d of a head."""
-        return int(self.output.in_features // self.num_heads)
-
-    @property
-    def width(self) -> int:
-        """Channels D of a token."""
-        return int(_of_map(self.module, self.maps[0], 'weight').shape[1])
-
-    @property
-    def has_own_maps(self) -> bool:
-        """Whether each head has queries, keys and values of its own, as wide as what the output takes."""
-        rows = [len(_of_map(self.module, name, 'weight')) for name in self.maps]
-        return set(rows) == {self.num_heads * self.head_dim * 3 // len(rows)}
+        self.is_known = bool(self.num_heads and self.maps and self.output is not None)
+        if self.is_known:
+            weights = [_of_map(module, name, 'weight') for name in self.maps]
+            self.head_dim = int(self.output.in_features // self.num_heads)
+            self.width = int(weights[0].shape[1])
+            self.has_own_maps = {*map(len, weights)} == {self.num_heads * self.head_dim * 3 // len(weights)}
 
     def weight(self, which: str) -> Tensor:
         """Returns the map to queries ``'q'``, keys ``'k'`` or values ``'v'``, a view, ``(N_h, d, D)``."""
         return self._of_heads([_of_map(self.module, name, 'weight') for name in self.maps], which)
 
     def bias(self, which: str) -> Optional[Tensor]:
-        """Returns the bias of this map, a view, ``(N_h, d)``; None where there is none to be trained."""
+        """Returns the bias of this map, a view, ``(N_h, d)``, or None if none is trained."""
         found = [_of_map(self.module, name, 'bias') for name in self.maps]
         if found == [None]:
             found = [getattr(self.module, name, None) for name in BIASES]  # that of the keys can be a buffer of zeros
@@ -102,17 +91,17 @@ class Attention:
                 bias.zero_()
 
     def tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Returns the tokens ``(B, N, D)`` of a call, its first argument."""
+        """Returns the tokens of a call, ``(B, N, D)``: its first argument."""
         first = list(inspect.signature(type(self.module).forward).parameters)[1]
         x = args[0] if args else kwargs[first]
         return x.transpose(0, 1) if getattr(self.module, 'batch_first', True) is False else x
 
 
 def find_attention(network: Transformer) -> List[Attention]:
-    """Returns the attention in the blocks of a vision transformer, in their order.
+    """Returns the attention layers in the blocks of a vision transformer, in order.
 
     Raises:
-        ValueError: There is none, or some has other parts than those that are known.
+        ValueError: There is none, some has other parts than those that are known, or its heads cannot get a shift.
     """
     before, root = f'{network.name}.' if network.name else '', network.module
     every = {
@@ -131,4 +120,13 @@ def find_attention(network: Transformer) -> List[Attention]:
             f'model is a {network.kind}, whose blocks have no attention with num_heads (those of a CMHSA in the '
             f'convolution phase get it with its transition): {KNOWN}'
         )
+    for name in known:
+        module, reason = every[name].module, ''
+        if not isinstance(getattr(module, 'q_norm', None), (nn.Identity, type(None))):
+            reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
+        elif not every[name].has_own_maps:
+            reason = 'its heads share queries, keys or values, or have no weights of their own there'
+        if reason:
+            what = f'{every[name].name} is a {type(module).__name__}'
+            raise ValueError(f'{what} that cannot start as a convolution: {reason}')
     return [every[name] for name in known]

@@ -34,10 +34,11 @@ def start_impulse(network: Transformer, attentions: List[Attention], generator: 
     embedding = rows[-size[0] * size[1] :].double().cpu()
     embedding = nn.functional.layer_norm(embedding, embedding.shape[-1:])
     values, vectors = torch.linalg.eigh(embedding.T @ embedding)
+    of_patches = patch_positions(size) - patch_positions(size)[:, None]
     for attention in attentions:
         rank = min(attention.head_dim, *embedding.shape)
         inverse = vectors[:, -rank:] / values[-rank:] @ vectors[:, -rank:].T @ embedding.T  # (D, patches)
-        impulses = torch.stack([_impulses(shift, size) for shift in attention.shifts.tolist()])
+        impulses = (of_patches == attention.shifts[:, None, None]).all(-1).double()  # H[q, k] = 1 at k = q + Δ
         noise = nn.init.trunc_normal_(torch.empty_like(impulses), std=NOISE_DEVIATION, generator=generator)
         target = IMPULSE * impulses + NOISE * noise * (impulses == 0)
         queries_and_keys = factors(inverse @ target @ inverse.T, attention.head_dim)
@@ -54,20 +55,13 @@ def start_mimetic(network: Transformer, attentions: List[Attention], embeds: boo
         attention.set_maps('qk', *factors(products, attention.head_dim))  # each head has a Z₁ of its own
 
 
-def _impulses(shift: List[float], size: Tuple[int, int]) -> Tensor:
-    """Returns H[q, k] = 1 at k = q + Δ, where that is in the grid, ``(patches, patches)``."""
-    places = patch_positions(size)
-    return (places - places[:, None] == torch.tensor(shift, device='cpu')).all(-1).double()
-
-
 def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator) -> None:
     """Sets W^V W^O ≈ 0.4 (Z − I) of all heads together; their biases become 0."""
     for attention in attentions:
         weight, width = attention.weight('v'), attention.width  # (N_h, d, D)
         if weight.flatten(0, 1).shape[0] != width:
-            raise ValueError(
-                f"the heads of {attention.name} must have {width} channels together, as a token: use method='gaussian'"
-            )
+            have = f'the heads of {attention.name} must have {width} channels together'
+            raise ValueError(f"{have}, as a token: use method='gaussian'")
         ((values,), (outputs,)) = factors(VALUE_OUTPUT * _noise(1, width, generator, -1), width)
         attention.set_maps('v', values.reshape(weight.shape))
         attention.output.weight.data.copy_(outputs.T)

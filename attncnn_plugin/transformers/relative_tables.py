@@ -7,7 +7,7 @@ in uniform attention.
 """
 
 import math
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ BIASES = 'rel_pos', 'relative_position_bias', 'shared_rel_pos', 'rel_pos_bias', 
 
 
 def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
-    """Returns the module with the position bias of an attention: it itself, one of its own, or one of all layers."""
+    """Returns the module that holds an attention's position bias: itself, one in it or its block, or a shared one."""
     if isinstance(getattr(attention.module, 'relative_position_bias_table', None), nn.Parameter):
         return attention.module
     owners = attention.module, attention.block, network.module
@@ -30,31 +30,34 @@ def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
 
 
 def window_of(bias: Any) -> Tuple[int, int]:
-    """Returns height and width of the window, or of the whole grid, for which a bias is."""
+    """Returns the height and width of the window, or of the whole grid, that a bias covers."""
     if getattr(bias, 'window_size', None) is None:
         raise ValueError(f'{type(bias).__name__} has a position bias, but no window_size that says for which grid')
     return int(bias.window_size[0]), int(bias.window_size[1])
 
 
-def start_relative(network: Transformer, attention: Attention, alpha: float) -> None:
-    """Sets the position bias of an attention, which has to be a table, and its queries."""
-    bias: Any = bias_of(network, attention)
-    table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
-    if hasattr(bias, 'generate_relative_position_index'):  # Hugging Face's BEiT computes it for each image
-        index = bias.generate_relative_position_index(window_of(bias))
-    if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
-        raise ValueError(
-            f'the relative positions of {attention.name} are a {type(bias).__name__} without a table of biases: a '
-            "start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or an embedding "
-            'of absolute positions'
-        )
-    size = window_of(bias)
-    patches, tokens = size[0] * size[1], round(index.numel() ** 0.5)
-    index = index.reshape(tokens, tokens)[tokens - patches :, tokens - patches :]  # class tokens come first
-    constant = log_share_of_peak(alpha, patches) if tokens > patches else 0.0
-    scores = constant + at_grid_shifts(gaussian_table(attention.shifts.to(table.device), alpha, size), size)
-    table.data[index] = scores.permute(1, 2, 0).to(table)
-    attention.set_maps('qk', torch.zeros_like(attention.weight('q')), attention.weight('k').clone())
+def start_relative(
+    network: Transformer, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+) -> None:
+    """Sets the position biases of all layers, which have to be tables, and their queries; nothing is drawn."""
+    for attention in attentions:
+        bias: Any = bias_of(network, attention)
+        size = window_of(bias)
+        table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
+        if hasattr(bias, 'generate_relative_position_index'):  # Hugging Face's BEiT computes it for each image
+            index = bias.generate_relative_position_index(size)
+        if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
+            raise ValueError(
+                f'the relative positions of {attention.name} are a {type(bias).__name__} without a table of biases: a '
+                "start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or an "
+                'embedding of absolute positions'
+            )
+        patches, tokens = size[0] * size[1], round(index.numel() ** 0.5)
+        index = index.reshape(tokens, tokens)[tokens - patches :, tokens - patches :]  # class tokens come first
+        constant = log_share_of_peak(alpha, patches) if tokens > patches else 0.0
+        scores = constant + at_grid_shifts(gaussian_table(attention.shifts.to(table.device), alpha, size), size)
+        table.data[index] = scores.permute(1, 2, 0).to(table)
+        attention.set_maps('qk', torch.zeros_like(attention.weight('q')), attention.weight('k').clone())
 
 
 def gaussian_table(shifts: Tensor, alpha: float, size: Tuple[int, int]) -> Tensor:

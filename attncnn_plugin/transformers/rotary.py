@@ -53,9 +53,8 @@ def rotation_angles(rope: Any, layer: int, in_halves: bool, size: Tuple[int, int
         try:
             cosines, sines = rope(images)  # of Hugging Face
         except TypeError as error:
-            raise ValueError(
-                f'the angles of the rotations of a {type(rope).__name__} cannot be read: give a model of timm'
-            ) from error
+            what = f'the angles of the rotations of a {type(rope).__name__}'
+            raise ValueError(f'{what} cannot be read: give a model of timm') from error
         embedding = torch.cat([sines, cosines], -1).double()
     if embedding.ndim == 4:  # a layer has angles of its own
         embedding = embedding[layer]

@@ -1,7 +1,6 @@
 """A vision transformer that starts as a convolution."""
 
-from dataclasses import dataclass, replace
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,7 @@ HARD = 1e3  # α of the attention that impulses are compared with
 MOST_ELSEWHERE = 0.5  # of the attention of a Gaussian head: then it does not look where it was asked to
 
 
-@dataclass(frozen=True)
-class HeadStart:
+class HeadStart(NamedTuple):
     """A head at the start.
 
     Attributes:
@@ -40,8 +38,7 @@ class HeadStart:
     total_variation: Optional[float] = None
 
 
-@dataclass(frozen=True)
-class LayerStart:
+class LayerStart(NamedTuple):
     """A layer at the start.
 
     Attributes:
@@ -59,8 +56,7 @@ class LayerStart:
     prefix_share: float
 
 
-@dataclass(frozen=True)
-class ConvolutionalStart:
+class ConvolutionalStart(NamedTuple):
     """The report of :func:`init_as_convolution`; as a string, a table with a row for each head.
 
     Attributes:
@@ -140,15 +136,12 @@ def init_as_convolution(
     if any(parameter.is_meta for parameter in network.module.parameters()):
         raise ValueError(f'model is a {network.kind} on the meta device, without values: build it on another device')
     attentions = find_attention(network)
-    for attention in attentions:
-        _check(attention)
     if not overwrite:
         check_new(network)
     encoding = _encoding(network, attentions)
     if method == 'impulse' and encoding != 'absolute':
-        raise ValueError(
-            f"method='impulse' needs absolute positions, not {encoding} ones: use 'gaussian' with a large alpha"
-        )
+        need = f"method='impulse' needs absolute positions, not {encoding} ones"
+        raise ValueError(f"{need}: use 'gaussian' with a large alpha")
     generator = torch.Generator().manual_seed(seed)
     _set_shifts(network, attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)
@@ -157,39 +150,23 @@ def init_as_convolution(
             start_impulse(network, attentions, generator)
         elif method == 'mimetic':
             start_mimetic(network, attentions, encoding == 'absolute', generator)
-        elif encoding == 'relative':
-            for attention in attentions:
-                start_relative(network, attention, alpha)
         else:
-            start = start_absolute if encoding == 'absolute' else start_rotary
+            start = {'absolute': start_absolute, 'relative': start_relative, 'rotary': start_rotary}[encoding]
             # Autocast keeps the weights that it has cast, and would not see that they are set.
             with torch.autocast(images.device.type, enabled=False):
                 start(network, attentions, alpha, images, generator)
         layers = _report(model, network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
-        for layer in layers:
+        for layer in layers if method == 'gaussian' else ():
             worst = max(head.total_variation or 0.0 for head in layer.heads)
-            if method == 'gaussian' and not worst <= MOST_ELSEWHERE:
+            if not worst <= MOST_ELSEWHERE:
                 raise ValueError(
                     f'{layer.name} cannot start as a convolution: a head of it has the total variation {worst:.2g} '
                     f'to the wanted one, but {MOST_ELSEWHERE} is the most; build the model with wider heads, give '
                     'another alpha, or leave out what changes its scores'
                 )
     if method == 'mimetic':
-        layers = [replace(layer, heads=(HeadStart(),) * len(layer.heads)) for layer in layers]
+        layers = [layer._replace(heads=(HeadStart(),) * len(layer.heads)) for layer in layers]
     return ConvolutionalStart(tuple(layers))
-
-
-def _check(attention: Attention) -> None:
-    """Refuses attention whose heads cannot be given a shift."""
-    reason, norm = '', getattr(attention.module, 'q_norm', None)
-    if not isinstance(norm, (nn.Identity, type(None))):
-        reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
-    elif not attention.has_own_maps:
-        reason = 'its heads share queries, keys or values, or have no weights of their own there'
-    if reason:
-        raise ValueError(
-            f'{attention.name} is a {type(attention.module).__name__} that cannot start as a convolution: {reason}'
-        )
 
 
 def _encoding(network: Transformer, attentions: List[Attention]) -> str:
@@ -198,7 +175,7 @@ def _encoding(network: Transformer, attentions: List[Attention]) -> str:
         return 'relative'
     if network.rope is not None:
         return 'rotary'
-    if isinstance(network.position, nn.Parameter):
+    if network.position is not None:
         return 'absolute'
     raise ValueError(
         f'a {network.kind} has no position encoding that is known: neither relative_position_bias_table or '

@@ -1,13 +1,11 @@
-"""The vision transformer in a model, told by its parts: patches, the tokens beside them, positions, blocks."""
+"""Finds the vision transformer in a model by its parts: patch embedding, prefix tokens, positions and blocks."""
 
-from dataclasses import dataclass
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 from torch import nn
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The names of a transformer's parts, with dots for those of modules inside.
 
     Attributes:
@@ -35,7 +33,7 @@ LAYOUTS = (
     # Hugging Face transformers
     Layout(
         'embeddings.patch_embeddings',
-        ('layers', 'encoder.layer', 'encoder.layers', 'model.layer'),
+        ('layer', 'layers', 'encoder.layer', 'encoder.layers', 'model.layer'),
         ('embeddings.cls_token', 'embeddings.distillation_token', 'embeddings.register_tokens'),
         'embeddings.position_embeddings',
         'rope_embeddings',
@@ -49,65 +47,45 @@ LAYOUTS = (
 
 
 def part_of(module: Any, name: str) -> Any:
-    """Returns an attribute of a module, or of one inside; None without it."""
+    """Returns an attribute by its dotted name, or None if a part of the way is missing."""
     for own in name.split('.'):
         module = getattr(module, own, None)
     return module
 
 
-@dataclass(frozen=True)
 class Transformer:
     """A vision transformer in a model.
 
-    Attributes:
+    Args:
         name (str): Its name in the model, empty for the model itself.
         module (nn.Module): The transformer.
         layout (Layout): The names of its parts.
+
+    Attributes:
+        kind (str): The name of its class.
+        rope (nn.Module | None): The module with its rotations.
+        position (nn.Parameter | None): The learned embedding of absolute positions.
+        tokens (list[nn.Parameter]): The class, distillation and register tokens that are learned.
+        num_prefix_tokens (int): Number of tokens before the patches.
     """
 
-    name: str
-    module: Any
-    layout: Layout
-
-    @property
-    def kind(self) -> str:
-        """The name of its class."""
-        return type(self.module).__name__
-
-    @property
-    def rope(self) -> Any:
-        """The module with its rotations; None without it."""
-        return part_of(self.module, self.layout.rope)
-
-    @property
-    def position(self) -> Any:
-        """The learned embedding of absolute positions; None, or no parameter, without it."""
-        return part_of(self.module, self.layout.position)
-
-    @property
-    def tokens(self) -> List[nn.Parameter]:
-        """The class, distillation and register tokens that are learned, which come before the patches."""
-        found = [part_of(self.module, name) for name in self.layout.tokens]
-        return [token for token in found if isinstance(token, nn.Parameter)]
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """Number of tokens before the patches."""
-        for name in ('num_prefix_tokens', 'num_extra_tokens'):  # timm's and mmpretrain's
-            if hasattr(self.module, name):
-                return int(getattr(self.module, name))
-        return sum(token.shape[-2] for token in self.tokens)
+    def __init__(self, name: str, module: Any, layout: Layout) -> None:
+        self.name, self.module, self.layout, self.kind = name, module, layout, type(module).__name__
+        self.embed, self.rope = part_of(module, layout.patches), part_of(module, layout.rope)
+        position, *tokens = (part_of(module, own) for own in (layout.position, *layout.tokens))
+        self.position: Any = position if isinstance(position, nn.Parameter) else None
+        self.tokens = [token for token in tokens if isinstance(token, nn.Parameter)]
+        numbers = (getattr(module, own, None) for own in ('num_prefix_tokens', 'num_extra_tokens'))  # timm, mmpretrain
+        number = next((own for own in numbers if own is not None), None)
+        self.num_prefix_tokens = sum(own.shape[-2] for own in self.tokens) if number is None else int(number)
 
     @property
     def patch_convolutions(self) -> List[nn.Conv2d]:
         """The convolutions of the patch embedding: the first takes the images, the last makes tokens of patches."""
-        embed = part_of(self.module, self.layout.patches)
-        convolutions = [module for module in embed.modules() if isinstance(module, nn.Conv2d)]
-        if not convolutions:
-            raise ValueError(
-                f'the {self.layout.patches} of {self.kind} has no convolution that makes tokens of patches'
-            )
-        return convolutions
+        found = [module for module in self.embed.modules() if isinstance(module, nn.Conv2d)]
+        if not found:
+            raise ValueError(f'the {self.layout.patches} of {self.kind} has no convolution that makes tokens')
+        return found
 
     @property
     def grid(self) -> Tuple[int, int]:
@@ -116,10 +94,8 @@ class Transformer:
         if size is None:
             images, patches = self._built_for('img_size', 'image_size'), self._built_for('patch_size', 'patch_size')
             if images is None or patches is None:
-                raise ValueError(
-                    f'the {self.layout.patches} of {self.kind} does not say for which grid it is: build it with an '
-                    'image size'
-                )
+                what = f'the {self.layout.patches} of {self.kind}'
+                raise ValueError(f'{what} does not say for which grid it is: build it with an image size')
             size = images[0] // patches[0], images[1] // patches[1]
         return size
 
@@ -129,15 +105,12 @@ class Transformer:
         return self._built_for('img_size', 'init_input_size', 'image_size') or (224, 224)
 
     def _built_for(self, *names: str) -> Optional[Tuple[int, int]]:
-        """Returns the first of these sizes that the patch embedding has, the transformer, or its configuration."""
-        embed = part_of(self.module, self.layout.patches)
-        for owner in (embed, self.module, getattr(self.module, 'config', None)):
-            for name in names:
-                size = getattr(owner, name, None)
-                if size is not None:
-                    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-                    return int(height), int(width)
-        return None
+        """Returns the first such size that the patch embedding, the transformer or its configuration has."""
+        owners = self.embed, self.module, getattr(self.module, 'config', None)
+        sizes = (getattr(owner, name, None) for owner in owners for name in names)
+        size = next((own for own in sizes if own is not None), None)
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        return None if size is None else (int(height), int(width))
 
 
 def find_transformer(model: nn.Module) -> Transformer:

@@ -55,10 +55,8 @@ def plot_metric(
             raise ValueError(f'metric={metric!r} is not in the logs of {path}: they have {", ".join(known)}')
         values = scalars[metric]
         if values[-1, 0] == 0:
-            raise ValueError(
-                f'all values of metric={metric!r} in the logs of {path} are of step 0: a training by '
-                'iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))'
-            )
+            need = 'a training by iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))'
+            raise ValueError(f'all values of metric={metric!r} in the logs of {path} are of step 0: {need}')
         # Only the logs of a training by epochs have the epoch.
         units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
         last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
@@ -93,7 +91,7 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
         ValueError: No reports, or one without layers that have heads.
     """
     if not reports:
-        raise ValueError('reports is empty: give at least one, of analyze_heads.py --json')
+        raise ValueError('reports is empty: give at least one, of attncnn report --json')
     figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
     panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
     for column, (label, report) in enumerate(reports.items()):

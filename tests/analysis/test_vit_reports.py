@@ -96,7 +96,7 @@ def test_convit_that_is_a_convolution():
         nn.init.constant_(block.attn.gating_param, 30.0)
     reports = head_report(model, torch.randn(2, 3, 32, 32)).layers
     for report in reports[:2]:
-        assert report.summary == 'one convolution, 3x3, error 0'
+        assert report.summary == '3x3 convolution, error 0'
         assert report.heads[1].nearest_shift == (0, -1) and report.heads[3].nearest_shift == (-1, 0)
         assert [head.prefix_mass for head in report.heads] == pytest.approx([0.0] * 9, abs=1e-6)
     assert reports[2].heads[0].prefix_mass > 0  # the class token has come

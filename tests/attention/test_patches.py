@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.attention import GridBias, PatchAttention, WindowBias
+from attncnn_plugin.attention import GridBias, PatchAttention
 from attncnn_plugin.attention.patches import image_to_patches, patches_to_image
 from attncnn_plugin.attention.shifts import resize_shift_table
 
 
 def random_attention(widths, null_key=True, dim=5, **kwargs):
-    attention = PatchAttention(dim, len(widths), WindowBias(len(widths), (-1, 0), (2, 2), null_key), **kwargs).double()
+    attention = PatchAttention(dim, len(widths), GridBias(len(widths), (3, 2), null_key), **kwargs).double()
     attention.take_structure((attention.qk_dim, tuple(widths), null_key))
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
@@ -40,9 +40,8 @@ def test_patches(data):
 @given(st.data())
 def test_bias_by_the_equation(data):
     """b of every key, and log Σ exp(b) over the shifts that lead out of the grid, one by one."""
-    height, width, rows, columns = (data.draw(st.integers(1, 4)) for _ in range(4))
-    first = data.draw(st.integers(-5, 2)), data.draw(st.integers(-5, 2))
-    position = WindowBias(2, first, (rows, columns), dtype=torch.float64)
+    height, width = (data.draw(st.integers(1, 4)) for _ in range(2))
+    position = GridBias(2, (height, width), dtype=torch.float64)
     nn.init.normal_(position.table, std=3)
     bias = position((height, width)).reshape(2, height, width, -1)
     assert bias.shape[-1] == height * width + 1
@@ -50,9 +49,9 @@ def test_bias_by_the_equation(data):
         for q1 in range(height):
             for q2 in range(width):
                 expected, outside = torch.zeros(height * width), []
-                for i in range(rows):
-                    for j in range(columns):
-                        k1, k2 = q1 + first[0] + i, q2 + first[1] + j
+                for i in range(2 * height - 1):
+                    for j in range(2 * width - 1):
+                        k1, k2 = q1 + i - (height - 1), q2 + j - (width - 1)
                         value = position.table[head, i, j].item()
                         if 0 <= k1 < height and 0 <= k2 < width:
                             expected[k1 * width + k2] = math.exp(value)
@@ -64,8 +63,8 @@ def test_bias_by_the_equation(data):
 
 
 def test_bias_has_gradients_where_nothing_leads_out():
-    position = WindowBias(1, (0, 0), (1, 1))
-    position((3, 3)).softmax(-1)[..., 0].sum().backward()
+    position = GridBias(1, (1, 1))
+    position((1, 1)).softmax(-1)[..., 0].sum().backward()
     assert torch.isfinite(position.table.grad).all()
 
 
@@ -76,10 +75,8 @@ def test_attention_by_the_equation(data):
     qk_dim, null_key = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     height, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     head_dim = widths[0] if len(set(widths)) == 1 and data.draw(st.booleans()) else widths
-    if data.draw(st.booleans()):
-        position = GridBias(len(widths), (height, width), null_key)
-    else:
-        position = WindowBias(len(widths), (-1, 0), (2, 2), null_key)
+    grid = data.draw(st.sampled_from([(height, width), (2, 2)]))
+    position = GridBias(len(widths), grid, null_key)
     attention = PatchAttention(5, len(widths), position, out_dim=3, head_dim=head_dim, qk_dim=qk_dim).double()
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
@@ -110,11 +107,11 @@ def test_attention_by_the_equation(data):
 
 def test_biases_keep_their_digits_under_autocast():
     """bfloat16 has three: 9.99 and 10.01 would be the same."""
-    attention = PatchAttention(2, 1, WindowBias(1, (0, 0), (1, 2), null_key=False), qk_dim=1)
+    attention = PatchAttention(2, 1, GridBias(1, (1, 2), null_key=False), qk_dim=1)
     with torch.no_grad():
         attention.query.weight.zero_()
         attention.value.weight.copy_(torch.eye(2)), attention.out.weight.copy_(torch.eye(2))
-        attention.position.table.copy_(torch.tensor([[[9.99, 10.01]]]))
+        attention.position.table.copy_(torch.tensor([[[0.0, 9.99, 10.01]]]))
     x = torch.eye(2)[None, None]  # (1, 1, 2, 2): the outputs are the probabilities
     with torch.autocast('cpu', torch.bfloat16):
         output = attention(x)
@@ -134,7 +131,7 @@ def test_other_grids(size):
     assert torch.allclose(resized.position.table[:, center[0], center[1]], own)
     near = resized.position.table[:, center[0], center[1] + 1]
     assert torch.allclose(near, attention.position.table[:, 3, 4])
-    assert resize_shift_table(attention.position.table, (7, 7)) is attention.position.table
+    assert resize_shift_table(attention.position.table, {1: 7, 2: 7}) is attention.position.table
 
 
 @pytest.mark.parametrize('name', ['query', 'key', 'value', 'out'])
@@ -170,7 +167,7 @@ def test_heads_are_removed(data):
     assert relative_error(attention(x), expected) < 1e-12
     assert attention.head_dims == tuple(width for head, width in enumerate(widths) if head not in removed)
     for head_dim, qk_dim, null_key in ((None, 3, True), (2, 1, True), (widths, None, False)):
-        position = WindowBias(len(widths), (-1, 0), (2, 2), null_key)
+        position = GridBias(len(widths), (3, 2), null_key)
         other = PatchAttention(5, len(widths), position, head_dim=head_dim, qk_dim=qk_dim).double()
         other.load_state_dict(attention.state_dict())
         assert torch.equal(other.get_extra_state(), attention.get_extra_state()) and torch.equal(other(x), attention(x))
@@ -225,4 +222,4 @@ def test_too_many_heads():
 )
 def test_errors(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        PatchAttention(4, 2, WindowBias(2, (0, 0), (1, 1)), **kwargs)
+        PatchAttention(4, 2, GridBias(2, (1, 1)), **kwargs)

@@ -230,7 +230,7 @@ def test_resized_tables(source, target, seed):
     [
         (lambda: LearnedAttention(6, 2, position='relative_sinusoidal'), 'dim=6 must be a multiple of 4'),
         (lambda: RelativeTables(0, (2, 2)), 'dim=0 must be even'),
-        (lambda: LearnedAttention(4, 2, position='fixed'), "position='fixed' is not for attention without content"),
+        (lambda: LearnedAttention(4, 2, position='fixed'), "position='fixed' is unknown: choose one of"),
         (lambda: LearnedAttention(4, 2, max_size=16), 'max_size=16 must be the height and the width'),
         (lambda: LearnedAttention(4, 2, max_size=(0, 4)), r'max_size=\(0, 4\)'),
     ],

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,24 +25,14 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
     report = expressible_shifts(layer, 3, (6, 7), queries='interior')
     assert report.missing == [] and report.rank == 9
     assert report.expressible == SHIFTS and max(report.residual) <= 1e-12
-    assert str(report) == '9 of 9 shifts of 3x3 can be expressed'
 
     report = expressible_shifts(layer, 3, (6, 7))
     assert report.missing == [shift for shift in SHIFTS if shift != (0, 0)] and report.rank == 9
-    assert str(report).startswith('1 of 9 shifts of 3x3 can be expressed; missing: (-1')
+    assert str(report).endswith('; exactly the shifts (0, 0)')
 
     nearly = gaussian_layer(2, SHIFTS, alpha=8)  # e^-8 goes to a neighbour
     assert 1e-5 < max(expressible_shifts(nearly, 3, (7, 7), queries='interior').residual) < 1e-3
     assert expressible_shifts(nearly, 3, (7, 7), queries='interior', tolerance=1e-2).missing == []
-
-
-@pytest.mark.parametrize('removed', [0, 4, 8])
-def test_without_one_head_its_shift_is_missing(removed):
-    shift, others = SHIFTS[removed], SHIFTS[:removed] + SHIFTS[removed + 1 :]
-    for centers in (others, others + [others[removed - 1]]):  # removed; replaced by a second copy of another
-        report = expressible_shifts(gaussian_layer(2, centers), 3, (5, 6), queries='interior')
-        assert report.missing == [shift] and report.rank == 8
-        assert report.residual[removed] == pytest.approx(1) == sum(report.residual)
 
 
 def test_center_is_row_then_column():
@@ -89,18 +80,19 @@ def test_given_maps():
 
 @given(
     st.sampled_from(['quadratic', 'generalized', 'learned']),
-    st.integers(1, 5),
+    st.integers(1, 10),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(3, 5),
     st.integers(3, 6),
     st.sampled_from(['all', 'interior']),
+    st.sampled_from([torch.float32, torch.float64]),
     st.integers(0, 2**31),
 )
-def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width, queries, seed):
+def test_by_least_squares(kind, num_heads, kernel_size, height, width, queries, dtype, seed):
+    """What is left of single shifts, of the worst kernel and of others, by NumPy's least squares on the whole maps."""
     torch.manual_seed(seed)
-    layer = TOKENS[kind](4, num_heads, dtype=torch.float64)
-    report = expressible_shifts(layer, kernel_size, (height, width), queries, tolerance=1e-9)
-    probs = layer.attention_probs((height, width)).detach()
+    probs = TOKENS[kind](4, num_heads, dtype=dtype).attention_probs((height, width)).detach()
+    report = expressible_shifts_of_maps(probs, kernel_size, (height, width), queries)
     pixels = list(itertools.product(range(height), range(width)))
     before, after = [(k - 1) // 2 for k in kernel_size], [k // 2 for k in kernel_size]
     chosen = [
@@ -108,19 +100,53 @@ def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width,
         for n, (row, column) in enumerate(pixels)
         if queries == 'all' or (before[0] <= row < height - after[0] and before[1] <= column < width - after[1])
     ]
-    for index, (row_shift, column_shift) in enumerate(sorted(report.expressible + report.missing)):
-        shifted = torch.zeros(len(pixels), len(pixels), dtype=torch.float64)
+    shifts = np.zeros((len(report.residual), len(pixels), len(pixels)))
+    for shifted, (row_shift, column_shift) in zip(shifts, sorted(report.expressible + report.missing)):
         for n, (row, column) in enumerate(pixels):
             if (row + row_shift, column + column_shift) in pixels:
                 shifted[n, pixels.index((row + row_shift, column + column_shift))] = 1
-        joint = distance(shifted[chosen].flatten(), probs[:, chosen].flatten(1)) / shifted[chosen].norm()
-        assert report.residual[index] == pytest.approx(joint.item(), abs=1e-9)
-    assert report.rank == torch.linalg.matrix_rank(probs[:, chosen].flatten(1))
+    shifts, maps = (x[:, chosen].reshape(len(x), -1).T for x in (shifts, probs.double().numpy()))
+    maps = maps / np.maximum(np.linalg.norm(maps, axis=0), 1e-300)
+
+    def left_of(kernels):
+        wanted = shifts @ kernels
+        solution, _, rank, _ = np.linalg.lstsq(maps, wanted, rcond=1e-6)
+        assert rank == report.rank
+        left, whole = (np.linalg.norm(x, axis=0) for x in (wanted - maps @ solution, wanted))
+        return left, left / np.maximum(whole, 1e-300), wanted - maps @ solution
+
+    left, relative, of_shifts = left_of(np.eye(len(report.residual)))
+    assert report.residual == pytest.approx(relative, abs=1e-9)
+    assert report.error == pytest.approx(np.linalg.norm(left) / np.linalg.norm(shifts), abs=1e-9)
+    # The kernel w whose ‖Σ w E‖ / ‖Σ w S‖ is the largest; the S are orthogonal.
+    lengths = np.maximum(np.linalg.norm(shifts, axis=0), 1)
+    worst = np.linalg.svd(of_shifts / lengths, full_matrices=False)[2][0] / lengths
+    others = np.random.default_rng(seed).normal(size=(20, len(worst)))
+    relative = left_of(np.stack([worst, *others]).T)[1]
+    assert report.worst == pytest.approx(relative[0], abs=1e-9) and relative.max() <= report.worst + 1e-9
 
 
-def distance(vector, maps):
-    solution = torch.linalg.lstsq(maps.T, vector[:, None], driver='gelsd').solution
-    return (vector - (maps.T @ solution)[:, 0]).norm()
+@given(st.permutations(SHIFTS), st.integers(0, 9), st.sampled_from([torch.float32, torch.float64]))
+def test_heads_on_pixels_span_what_they_are_on(centers, number, dtype):
+    """Each head takes a ninth of a random kernel; without all nine, of some kernel nothing is spanned."""
+    layer = gaussian_layer(2, centers[:number] + centers[:1]).to(dtype)  # one of them twice
+    report = expressible_shifts(layer, 3, (6, 5), queries='interior')
+    number = max(number, 1)
+    assert report.error == pytest.approx((1 - number / 9) ** 0.5, abs=1e-12)
+    assert report.worst == pytest.approx(float(number < 9), abs=1e-12) and report.rank == number
+    assert report.expressible == sorted(centers[:number])
+    words = ('0%', '0%') if number == 9 else (f'{100 * report.error:.3g}%', '100%; exactly the shifts ')
+    assert str(report).startswith(
+        'the heads span a random 3x3 kernel to within {}, every one to within {}'.format(*words)
+    )
+
+
+@given(st.integers(1, 8), st.integers(0, 2**31))
+def test_fewer_heads_than_positions_cannot_span_them(num_heads, seed):
+    """Whatever their maps: K² directions do not fit into fewer."""
+    probs = torch.rand(num_heads, 30, 30, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+    report = expressible_shifts_of_maps(probs, 3, (5, 6), queries='interior')
+    assert report.worst == pytest.approx(1, abs=1e-12) and report.error >= (1 - num_heads / 9) ** 0.5 - 1e-12
 
 
 @pytest.mark.parametrize(

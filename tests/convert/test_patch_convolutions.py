@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.attention import GridBias, PatchAttention, WindowBias
+from attncnn_plugin.attention import GridBias, PatchAttention
 from attncnn_plugin.attention.patches import image_to_patches, patches_to_image
 from attncnn_plugin.convert import min_heads
 from attncnn_plugin.convert.patch_convolutions import attend_like_convolution, choose_head_dims, patch_shifts
@@ -19,15 +19,13 @@ from attncnn_plugin.convert.patch_convolutions import attend_like_convolution, c
 DOUBLE = dict(dtype=torch.float64)
 
 
-def attention_like(conv, patch, head_dim=None, grid=None, **options):
-    """Attention over patches that is the convolution, with a table of its shifts or of those of a grid."""
+def attention_like(conv, patch, head_dim=None, grid=(4, 4), **options):
+    """Attention over patches that is the convolution."""
     shifts = patch_shifts(conv.kernel_size, patch)
-    size = [last - first + 1 for first, last in zip(shifts[0], shifts[-1])]
-    window = (
-        WindowBias(len(shifts), shifts[0], size, **DOUBLE) if grid is None else GridBias(len(shifts), grid, **DOUBLE)
-    )
     options.update(out_dim=conv.out_channels * patch**2, head_dim=choose_head_dims(conv, patch, head_dim))
-    attention = PatchAttention(conv.in_channels * patch**2, len(shifts), window, **options, **DOUBLE)
+    attention = PatchAttention(
+        conv.in_channels * patch**2, len(shifts), GridBias(len(shifts), grid, **DOUBLE), **options, **DOUBLE
+    )
     attend_like_convolution(attention, conv, patch, attn_bias=40.0)
     return attention
 
@@ -45,10 +43,10 @@ def convolutions(draw):
     return nn.Conv2d(*channels, kernel_size, padding='same', **DOUBLE), draw(st.integers(1, 5)), grid
 
 
-@given(convolutions(), st.sampled_from([None, 'exact']), st.booleans(), st.integers(1, 5))
-def test_equals_the_convolution(case, head_dim, has_grid, qk_dim):
+@given(convolutions(), st.sampled_from([None, 'exact']), st.integers(1, 5))
+def test_equals_the_convolution(case, head_dim, qk_dim):
     conv, patch, grid = case
-    attention = attention_like(conv, patch, head_dim, grid if has_grid else None, qk_dim=qk_dim)
+    attention = attention_like(conv, patch, head_dim, grid, qk_dim=qk_dim)
     assert attention.num_heads == min_heads(conv.kernel_size, patch) and max(attention.head_dims) <= attention.dim
     assert attention.query.weight.shape == (attention.num_heads * qk_dim, attention.dim)
     assert not attention.query.weight.any() and attention.key.weight.any()  # were both zero, neither would learn

@@ -1,7 +1,6 @@
 """What is in a page of the explorer."""
 
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from helpers.explorer_pages import (
     unpack,
 )
 from helpers.small import SMALL, small_mixed, small_timm
-from PIL import Image
 
 from attncnn_plugin import attention_maps
 from attncnn_plugin.explorer import explorer_page
@@ -187,22 +185,3 @@ def test_page_asks_for_nothing():
 def test_way_back():
     page = page_of(quadratic_model(), images_of(), back='../"a"/')
     assert re.findall(r'<a [^>]*>[^<]*</a>', page) == ['<a href="../&quot;a&quot;/">← Back</a>']
-
-
-def test_tool(tool, repository, tmp_path, monkeypatch, capsys):
-    mmpretrain = pytest.importorskip('mmpretrain')
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save('digit.png')
-    Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save('photo.jpg')
-    config = str(repository / 'configs/sa_quadratic_digits.py')
-    torch.save(dict(state_dict=mmpretrain.get_model(config).state_dict()), 'model.pth')
-    explore = partial(tool, 'visualization/attention_explorer.py', config, 'model.pth')
-    explore('digit.png', 'photo.jpg', 5, '--out', 'pages/explorer.html')
-    output = capsys.readouterr().out
-    assert 'Saved ' in output and ' MB' in output
-    content = unpack((tmp_path / 'pages/explorer.html').read_text(encoding='utf-8'))
-    assert content['names'] == ['digit.png', 'photo.jpg', 'test image 5'] and content['grid'] == [8, 8]
-    assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 3
-    with pytest.raises(SystemExit, match='model.pth cannot be read as an image'):
-        explore('model.pth')

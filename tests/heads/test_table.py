@@ -1,4 +1,4 @@
-"""A few lines of the table of docs/transformers.md, computed again."""
+"""A few lines of docs/tables/transformers.md, computed again."""
 
 import inspect
 import runpy
@@ -31,7 +31,9 @@ def table(request):
     request.addfinalizer(monkeypatch.undo)
     docs = request.config.rootpath / 'docs'
     monkeypatch.syspath_prepend(str(docs))
-    return runpy.run_path(str(docs / 'transformers_table.py')), (docs / 'transformers.md').read_text(encoding='utf-8')
+    return runpy.run_path(str(docs / 'transformers_table.py')), (docs / 'tables/transformers.md').read_text(
+        encoding='utf-8'
+    )
 
 
 @pytest.mark.slow

@@ -126,12 +126,11 @@ def shift_operators(shifts, size, padding_mode):
 
 
 SCHEMA = dict(
-    layer='grid kind convolutions expressible heads name attention num_images summary best',
-    kind='kind hard soft uniform num_shifts kernel_size dilation offset stride error',
+    layer='grid convolutions spanned heads name attention num_images summary best',
     head='head center covariance entropy relative_entropy distance mass_3x3 mass_5x5 nearest_shift share '
     'kind degenerate criterion why prefix_mass',
-    convolutions='kernel_size padding_mode error interior_error',
-    expressible='kernel_size expressible missing residual rank tolerance',
+    convolutions='kernel_size dilation stride padding_mode error interior_error',
+    spanned='kernel_size expressible missing residual error worst rank tolerance',
 )
 SCHEMA = {part: set(names.split()) for part, names in SCHEMA.items()}
 
@@ -145,10 +144,9 @@ def check_schema(content):
     loaded = json.loads(content, parse_constant=fail)
     assert loaded['layers']
     for layer in loaded['layers']:
-        assert layer.keys() == SCHEMA['layer'] and layer['kind'].keys() == SCHEMA['kind']
-        assert len(layer['heads']) == sum(layer['kind'][kind] for kind in ('hard', 'soft', 'uniform'))
+        assert layer.keys() == SCHEMA['layer']
         for head in layer['heads']:
             assert head.keys() == SCHEMA['head']
-        for part in ('convolutions', 'expressible'):
+        for part in ('convolutions', 'spanned'):
             assert all(entry.keys() == SCHEMA[part] for entry in layer[part])
     return loaded

@@ -25,10 +25,9 @@ TOKENS = {  # by their dimensions and their number of heads
 }
 LAYERS = {
     **{name: partial(make, 4, 3) for name, make in TOKENS.items()},
-    'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
     'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
     'patches_narrow': lambda: layers.PatchAttention(
-        4, 2, layers.WindowBias(2, (0, 0), (1, 2), null_key=False), head_dim=(1, 3), qk_dim=2
+        4, 2, layers.GridBias(2, (1, 2), null_key=False), head_dim=(1, 3), qk_dim=2
     ),
     'hard_image': lambda: layers.QuadraticImageAttention(4, 6, 9, WINDOW),
     'soft_image': lambda: layers.WindowImageAttention(4, 6, 5, WINDOW),

@@ -105,7 +105,8 @@ def run(*command: object, folder: Path, expected: int = 0, **variables: str) -> 
     """Runs a command to its end.
 
     Args:
-        command: Its words. A Python script without variables runs in this process, since importing takes seconds.
+        command: Its words. ``python`` with a script, or with ``-m`` and a module, runs in this process where there are
+            no variables, since importing takes seconds.
         folder (Path): Its modules can be imported.
         expected (int): The status with which it should end. Default: 0.
         variables: Of its environment.
@@ -114,7 +115,7 @@ def run(*command: object, folder: Path, expected: int = 0, **variables: str) -> 
         str: Its output and its errors.
     """
     words = [str(word) for word in command]
-    if words[0] == 'python' and words[1].endswith('.py') and not variables:
+    if words[0] == 'python' and not variables:
         status, output = _run_here(words[1:], folder)
     else:
         result = subprocess.run(
@@ -133,12 +134,13 @@ def run(*command: object, folder: Path, expected: int = 0, **variables: str) -> 
 def _run_here(words, folder):
     """The status and the output of a script in this process, which begins without runs of mmengine."""
     output, arguments, paths, modules = io.StringIO(), sys.argv, list(sys.path), set(sys.modules)
-    sys.argv, sys.path[:0] = words, [str(folder), str(Path(words[0]).parent)]
+    is_module = words[0] == '-m'
+    sys.argv, sys.path[:0] = words[is_module:], [str(folder), *([] if is_module else [str(Path(words[0]).parent)])]
     _forget_runs()
     status = 0
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            runpy.run_path(words[0], run_name='__main__')
+            (runpy.run_module if is_module else runpy.run_path)(words[is_module], run_name='__main__')
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
             print(end.code if isinstance(end.code, str) else '')

@@ -140,7 +140,9 @@ def output_map(model, name, head):
     layer, module = prunable_heads(model)[name], model.get_submodule(name)
     if isinstance(layer, PrunableHeads):
         return layer.output, layer.output_entries([head])
-    output = next(getattr(module, own) for own in ('proj', 'out_proj', 'o_proj') if hasattr(module, own))
+    beside = getattr(model.get_submodule(name.rpartition('.')[0]), 'output', None)  # of transformers before 5.20
+    places = (module, 'proj'), (module, 'out_proj'), (module, 'o_proj'), (beside, 'dense')
+    output = next(getattr(owner, own) for owner, own in places if hasattr(owner, own))
     return output, torch.arange(output.in_features).view(layer.num_heads, -1)[head]
 
 

@@ -44,17 +44,7 @@ def test_data_set_that_cannot_be_downloaded(name, tool, no_network, repository, 
 
 
 @pytest.mark.parametrize(
-    'name, arguments',
-    [
-        ('train.py', []),
-        ('test.py', ['x.pth']),
-        ('mmpretrain_tool.py', ['--not-show']),
-        ('analysis_tools/analyze_heads.py', ['x.pth']),
-        ('visualization/plot_attention.py', ['x.pth', '--figure', 'centers', '--out', 'x.png']),
-        ('visualization/attention_explorer.py', ['x.pth', '3']),
-        ('model_converters/prune_heads.py', ['x.pth', 'y.pth', '--heads', '{0: [1]}']),
-        ('model_converters/conv_to_attention.py', ['x.pth', 'y.pth']),
-    ],
+    'name, arguments', [('train.py', []), ('test.py', ['x.pth']), ('mmpretrain_tool.py', ['--not-show'])]
 )
 def test_config_that_is_not_there(name, arguments, tool, tmp_path, monkeypatch):
     first = ['visualization/vis_scheduler.py'] if name == 'mmpretrain_tool.py' else []

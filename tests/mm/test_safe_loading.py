@@ -20,8 +20,8 @@ from mmengine.runner import CheckpointLoader, Runner, checkpoint, load_checkpoin
 from torch import nn
 
 import attncnn_plugin
+from attncnn_plugin.commands.config_model import ConfigModel
 from attncnn_plugin.mm import safe_loading
-from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.mm.reliability import AtomicCheckpointHook
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.payload import Payload
-from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_on_ranks, write_configs
+from helpers.processes import assert_equal, rates, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -217,9 +217,9 @@ def test_checkpoints_load_everywhere(whole_of, folder, repository, tmp_path, mod
         assert ours is None or torch.equal(ours.eval()(x), model(x))
 
 
-def converter(*arguments, folder, **kwargs):
-    tool = REPOSITORY / 'tools/model_converters/conv_to_attention.py'
-    return run('python', tool, *arguments, folder=folder, **kwargs)
+def converter(config, checkpoint, out, *options, folder, **kwargs):
+    words = 'convert', '--mm', config, checkpoint, '--out', out, *options
+    return run('python', '-m', 'attncnn_plugin', *words, folder=folder, **kwargs)
 
 
 @pytest.mark.parametrize('kind, size, tolerance', [('CMHSA', 32, 1e-5), ('CNN', 8, 0.02)])
@@ -229,6 +229,7 @@ def test_converter(kind, size, tolerance, whole_of, folder, modules):
     before, x = mmpretrain.get_model(str(config), str(first)), torch.randn(2, 1, size, size)
     for phase in ('conv', 'attn'):
         out = folder / f'converted/{kind}{phase}.pth'
+        out.unlink(missing_ok=True)
         options = ('--cfg-options', f'model.backbone.phase={phase}')
         assert f'Saved {out}' in converter(config, first, out, *options, folder=folder)
         after = mmpretrain.get_model(str(config), str(out))
@@ -236,10 +237,10 @@ def test_converter(kind, size, tolerance, whole_of, folder, modules):
         with torch.no_grad():
             assert torch.allclose(before(x), after(x), atol=tolerance * before(x).abs().max().item())
         assert torch.load(out)['meta']['dataset_meta']['classes']
-    log = converter(config, out, folder / 'no.pth', folder=folder, expected=1)
-    assert log.strip().endswith(f'{out} is not of the convolution phase: there is nothing to convert')
-    log = converter(folder / 'SAGeneralized8.py', folder / 'start.pth', folder / 'no.pth', folder=folder, expected=1)
-    assert 'SAGeneralized8.py has no CMHSA and no ConvToAttention: there is nothing to convert' in log
+    log = converter(config, out, folder / 'no.pth', folder=folder, expected=2)
+    assert log.strip().endswith(f'{config} is of attention already: nothing is left to convert')
+    log = converter(folder / 'SAGeneralized8.py', folder / 'start.pth', folder / 'no.pth', folder=folder, expected=2)
+    assert 'SAGeneralized8.py has no CMHSA and no ConvToAttention: say which convolutions, --layers' in log
     assert not (folder / 'no.pth').exists()
 
 
@@ -257,27 +258,24 @@ def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
             path.write_bytes(content)
         elif content is not None:
             torch.save(content, path)
-        log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
-        assert 'Traceback' not in log and re.match(f'{path} {message}', log.strip().splitlines()[-1])
+        log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=2)
+        assert 'Traceback' not in log and re.match(f'attncnn convert: {path} {message}', log.strip().splitlines()[-1])
     assert not (tmp_path / 'no.pth').exists()
 
 
 def pruned(kind, start, options, folder, **kwargs):
-    tool = REPOSITORY / 'tools/model_converters/prune_heads.py'
-    return run('python', tool, folder / f'{kind}8.py', start, folder / 'pruned.pth', *options, folder=folder, **kwargs)
+    (folder / 'pruned.pth').unlink(missing_ok=True)
+    words = 'prune', '--mm', folder / f'{kind}8.py', start, '--out', folder / 'pruned.pth', *options
+    return run('python', '-m', 'attncnn_plugin', *words, folder=folder, **kwargs)
 
 
 @pytest.mark.parametrize(
     'options, heads',
-    [
-        (['--criterion', 'uniform', 'stripe'], [[0, 2], [0, 1]]),
-        (['--criterion', 'entropy', '--size', '8', '8'], [[0, 2], [0, 1, 2]]),
-        (['--heads', '{1: [0, 2]}'], [[0, 1, 2], [1]]),
-    ],
+    [(['--criterion', 'degenerate'], [[0, 2], [0, 1]]), (['--heads', '{1: [0, 2]}'], [[0, 1, 2], [1]])],
 )
 def test_pruned_without_a_training(options, heads, folder):
     log = pruned('SAGeneralized', folder / 'start.pth', options, folder)
-    assert 'parameters became' in log and f'Saved {folder}/pruned.pth' in log
+    assert 'multiply-adds per image' in log and f'Saved {folder}/pruned.pth' in log
     before, after = (torch.load(folder / f'{name}.pth')['state_dict'] for name in ('start', 'pruned'))
     for block, kept in enumerate(heads):
         name = f'backbone.blocks.{block}.attn.encoding.center'
@@ -287,34 +285,20 @@ def test_pruned_without_a_training(options, heads, folder):
 
 
 @pytest.mark.parametrize(
-    'options, heads, kind',
-    [
-        (['--criterion', 'importance', '--keep', '3'], 3, 'of 4 heads least important\n'),
-        (['--criterion', 'uniform', 'importance', '--keep', '3'], 3, 'of 4 heads degenerate or least important\n'),
-        (['--heads', '{"backbone.layers.1.attn": [0, 3]}'], 6, ''),
-    ],
+    'options, heads', [(['--keep', '3'], 3), (['--heads', '{"backbone.layers.1.attn": [0, 3]}'], 6)]
 )
-def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, folder):
+def test_transformer_pruned_without_a_training(options, heads, whole_of, folder):
     log = pruned('VisionTransformer', whole_of('VisionTransformer') / 'epoch_1.pth', options, folder)
-    assert 'parameters became' in log and ' multiply-adds of an image became ' in log
-    assert kind in log and ('degenerate' in log) == ('degenerate' in kind)
+    assert 'multiply-adds per image' in log and ('right is what its training has' in log) == (heads == 3)
     state = torch.load(folder / 'pruned.pth')['state_dict']
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
 
-@pytest.mark.parametrize(
-    'kind, options, message',
-    [
-        ('SAGeneralized', ['--heads', '{0: [7]}'], 'heads=[7] must be different heads from 0 to 2'),
-        ('SAGeneralized', ['--criterion', 'importance'], 'says how many heads go'),
-        ('SAGeneralized', ['--criterion', 'entropy', '--keep', '3'], 'add it to --criterion'),
-        ('VisionTransformer', ['--criterion', 'stripe'], "the criterion 'stripe' is for Gaussian heads"),
-    ],
-)
-def test_pruning_refuses(kind, options, message, whole_of, folder):
-    start = folder / 'start.pth' if kind == 'SAGeneralized' else whole_of(kind) / 'epoch_1.pth'
-    log = pruned(kind, start, options, folder, expected=1)
-    assert message in log.strip().splitlines()[-1] and 'Traceback' not in log
+def test_ranked_by_the_images_of_the_training(whole_of, folder):
+    checkpoint, out = whole_of('VisionTransformer') / 'epoch_1.pth', folder / 'heads.png'
+    words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '8', '--out', out
+    log = run('python', '-m', 'attncnn_plugin', *words, folder=folder)
+    assert log.count('backbone.layers.1.attn') == 4 and 'right is what its training has' in log and out.is_file()
 
 
 def test_a_config_without_hooks_of_the_plugin(whole_of, folder, repository, tmp_path):
@@ -373,7 +357,7 @@ def test_a_resnet_with_attention(options, resnet, repository, tmp_path):
     log = run('python', tool, 'analysis_tools/confusion_matrix.py', *resnet, folder=tmp_path)
     assert 'do not match' not in log and 'confusion_matrix' in log
     scale = ('--cfg-options', 'test_dataloader.dataset.pipeline.0.scale=64')
-    log = run('python', repository / 'tools/analysis_tools/analyze_heads.py', *resnet, *scale, folder=tmp_path)
+    log = run('python', '-m', 'attncnn_plugin', 'report', '--mm', *resnet, *scale, folder=tmp_path)
     assert 'layer4.1.conv2' in log
 
 

@@ -14,8 +14,8 @@ from mmengine.hooks import Hook
 from mmpretrain.registry import HOOKS
 
 from attncnn_plugin.analysis import MeanAttention, head_centers, head_report, mean_attention, read_centers, read_scalars
+from attncnn_plugin.commands.config_model import ConfigModel
 from attncnn_plugin.mm import visualization as attention_visualization_hook
-from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.mm.visualization import AttentionVisualizationHook
 
 LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']

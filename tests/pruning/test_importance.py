@@ -8,10 +8,17 @@ from helpers.vits import OF_HUGGING_FACE, SIZE, output_map, output_of, small_cla
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.convert import convs_to_attention
-from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
-from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
+from attncnn_plugin.heads.found import FoundHeads
+from attncnn_plugin.pruning import (
+    count_multiply_adds,
+    head_costs,
+    head_importance,
+    least_important,
+    prunable_heads,
+    prune_heads,
+)
+from attncnn_plugin.pruning.degenerate import ObservedAttention, observed_attention, report_of
 from attncnn_plugin.training import PruneHeads
 
 
@@ -35,6 +42,12 @@ def by_differences(model, images, labels, step=1e-4):
                     output.weight.copy_(whole)
                 found[name][head] += abs(losses[0] - losses[1]) / (2 * step) / len(images)
     return found
+
+
+def small_bert():
+    transformers = pytest.importorskip('transformers')
+    sizes = dict(hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
+    return transformers.BertModel(transformers.BertConfig(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -167,24 +180,28 @@ def test_costs_with_tables_that_are_parameters(frozen):
         'torchvision.VisionTransformer',
         'torchvision.SwinTransformer',
         *OF_HUGGING_FACE,
+        'BertModel',
     ],
 )
 def test_costs_are_those_that_go(name):
     """As PyTorch counts them with gradients, where it computes attention by products; so is what is left."""
     even = dict(num_heads=4) if name == 'torchvision.VisionTransformer' else {}  # which PyTorch has a fused kernel for
-    model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
+    if name == 'BertModel':  # whose map of outputs is beside its attention
+        model, images = small_bert().eval(), torch.randint(50, (1, 7))
+    else:
+        model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
 
     def check():
         total, costs = head_costs(model, lambda: model(images))
         kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with FlopCounterMode(display=False) as counter, kernel:
             model(images)
-        assert total == counter.get_total_flops() // 2
+        assert total == counter.get_total_flops() // 2 == count_multiply_adds(model, lambda: model(images))[0]
         return total, costs
 
-    for layer in prunable_heads(model):
+    for layer in prunable_heads(model, images):
         before, costs = check()
-        change = prune_heads(model, {layer: [1]})
+        change = prune_heads(model, {layer: [1]}, images)
         assert change.parameters_after == sum(own.numel() for own in model.parameters()) < change.parameters_before
         assert before - check()[0] == costs[layer][1]
 
@@ -211,7 +228,8 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
         pruner = PruneHeads(batches=counts, loss=loss_of, multiply_adds=multiply_adds)
         pruner.check(model)
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
-        found.append(pruner.judge(model, [batch]).heads)
+        pruner.batches = [batch]
+        found.append(pruner.judge(model).heads)
         assert (
             pruner._costs(model, batch, prunable_heads(model))[0] == head_costs(model, lambda: model(batch[0][:1]))[0]
         )
@@ -222,13 +240,13 @@ def test_no_order_without_finite_numbers():
     model = small_vit('vit_tiny_patch16_224')
     images, labels = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
     images[0, 0, 0, 0] = torch.nan
-    pruner = PruneHeads(loss=loss_of, keep=7)
+    pruner = PruneHeads(batches=[(images, labels)], loss=loss_of, keep=5)
     with pytest.raises(ValueError, match='is nan for batch 0: a finite number is needed'):
-        pruner.judge(model, [(images, labels)])
+        pruner.judge(model)
     with pytest.raises(ValueError, match='there were no images'):
-        pruner.judge(model, [])
+        PruneHeads(keep=3).judge(model)
     with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
-        pruner.check(model)
+        PruneHeads(loss=loss_of, keep=7).check(model)
 
 
 def test_number_of_heads():
@@ -240,6 +258,8 @@ def test_number_of_heads():
         (dict(keep=5), {}),
         (dict(keep=3), {'a': [1], 'b': [0]}),
         (dict(keep=2), {'a': [1, 2], 'b': [0]}),
+        (dict(keep=0.5), {'a': [1, 2], 'b': [0]}),  # 2.5 heads
+        (dict(keep=0.7), {'a': [1]}),
         (dict(multiply_adds=1.0, costs=costs), {}),
         (dict(multiply_adds=0.9, costs=costs), {'a': [1]}),
         (dict(multiply_adds=0.89, costs=costs), {'a': [1], 'b': [0]}),
@@ -251,7 +271,8 @@ def test_number_of_heads():
         (dict(keep=1), 'keep=1 cannot be reached: without the 3 heads that may go, 2 of 5 heads are left'),
         (dict(keep=6), 'keep=6 must be at most 5'),
         (dict(threshold=float('nan')), 'threshold=nan must be'),
-        (dict(keep=1.5), 'keep=1.5 must be a number of heads'),
+        *((dict(keep=own), f'keep={own} must be a number of heads, or a share') for own in (1.5, 1.0, 0.0, -1, True)),
+        (dict(keep=0.1), 'keep=0.1 cannot be reached'),
         (dict(threshold=-1), 'threshold=-1 must be'),
         (dict(multiply_adds=0), 'multiply_adds=0 must be a share above 0'),
         (dict(multiply_adds=0.5), 'needs costs'),
@@ -285,17 +306,17 @@ def test_observed_attention_is_that_of_the_model():
 
 def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
     """Though their mean maps are the same, and uniform."""
-    observed = ObservedAttention(3)
+    observed, layer = ObservedAttention(3), FoundHeads('', nn.Identity(), 3)
     for shift in range(4):
         maps = [torch.eye(4).roll(shift * sign, 1) for sign in (1, -1)]
         observed.add(torch.stack([*maps, torch.full((4, 4), 0.25)])[None])
-    report = degenerate_heads_of_observed(observed, ['uniform', 'entropy', 'duplicate'])
+    report = report_of(layer, ['uniform', 'entropy', 'duplicate'], observed)
     assert report.heads == [2] and report.found[0].reason == 'distance 0 < 0.01 from uniform attention'
-    assert degenerate_heads_of_observed(observed, [dict(type='duplicate', threshold=0.6)]).heads == [1]
+    assert report_of(layer, [dict(type='duplicate', threshold=0.6)], observed).heads == [1]
     with pytest.raises(TypeError, match="'stripe' is for Gaussian heads"):
-        degenerate_heads_of_observed(observed, ['stripe'])
-    with pytest.raises(ValueError, match='no images were observed'):
-        degenerate_heads_of_observed(ObservedAttention(3), ['entropy'])
+        report_of(layer, ['stripe'], observed)
+    with pytest.raises(ValueError, match='on images, but none were observed'):
+        report_of(layer, ['entropy'], ObservedAttention(3))
 
 
 def test_importance_of_convolutions_in_groups():

@@ -322,7 +322,7 @@ def test_mean_outputs_of_heads():
     layer(images[0])  # no longer counted
     means = found['']
     heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs((5, 4)), torch.cat(images).flatten(1, 2))
-    assert torch.allclose(torch.stack(means.mean), heads.mean((0, 1))) and means.size == (5, 4)
+    assert torch.allclose(torch.stack(means.mean), heads.mean((0, 1)))
     with head_means(layer) as found, pytest.raises(ValueError, match='mean output of the heads is not finite'):
         layer(images[0][:0])
         fold_into_bias(layer, [1], found[''].mean)
@@ -347,7 +347,7 @@ def test_means_without_queries_that_fill_up_a_tile(size, groups):
     probs = layer.attention_scores(images).softmax(-1)[..., :-1]
     heads = (probs @ images.flatten(2).mT[:, None]).mean(2)  # (B, N_h, C)
     expected = (heads.sum(0) + heads[0]) / 4
-    assert int(means.count) == 4 * size[0] * size[1] and means.size == size
+    assert int(means.count) == 4 * size[0] * size[1] and layer.grid_of(images[0]) == size
     torch.testing.assert_close(torch.stack(means.mean), expected)
 
 
@@ -440,8 +440,8 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     images = torch.randn(3, 4, 6, 8, dtype=torch.float64)
     with head_means(layer) as means:
         expected = layer(images)
-    assert means[''].size == (6, 8) and int(means[''].count) == expected[:, 0].numel()
-    report = find_degenerate_heads(layer, ['uniform', 'duplicate'], means[''].size)
+    assert int(means[''].count) == expected[:, 0].numel()
+    report = find_degenerate_heads(layer, ['uniform', 'duplicate'], inputs=images).reports['']
     assert report.heads == [1, 2] and report.found[1].duplicate_of == 0
     one = images[:1]  # a uniform head has the mean of its image
     with head_means(layer) as of_one:

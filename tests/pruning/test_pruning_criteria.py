@@ -4,10 +4,13 @@ import copy
 import math
 
 import pytest
+import timm
 import torch
+from helpers.small import small_timm
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from attncnn_plugin import pruning
 from attncnn_plugin.attention import (
     ContentAttention,
     GeneralizedQuadraticAttention,
@@ -15,7 +18,7 @@ from attncnn_plugin.attention import (
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import criteria, find_degenerate_heads
+from attncnn_plugin.pruning import criteria
 from attncnn_plugin.pruning.criteria import (
     DegeneracyReport,
     degenerate_heads_of_maps,
@@ -52,12 +55,17 @@ def learned(weight=None, num_heads=4):
     return layer
 
 
+def find_degenerate_heads(layer, *args):
+    (report,) = pruning.find_degenerate_heads(layer, *args).reports.values()
+    return report
+
+
 def largest_eigenvalue(layer):
-    return criteria.largest_eigenvalue(factor_of(layer.gaussian_heads(), ''))
+    return criteria.largest_eigenvalue(factor_of(layer.gaussian_heads()))
 
 
 def condition_number(layer):
-    return criteria.condition_number(factor_of(layer.gaussian_heads(), ''))
+    return criteria.condition_number(factor_of(layer.gaussian_heads()))
 
 
 def values(found):
@@ -227,7 +235,7 @@ def test_given_maps():
     assert degenerate_heads_of_maps(maps[:0]) == DegeneracyReport(0, ())
     lines = str(degenerate_heads_of_maps(maps, ['stripe', 'entropy'], gaussian)).splitlines()
     assert lines[0] == '3 of 5 heads degenerate' and '   2  stripe     condition number 2.62e+05 > 1e+03' in lines
-    with pytest.raises(TypeError, match='attention has no Gaussian heads'):
+    with pytest.raises(TypeError, match="'uniform' is for Gaussian heads"):
         degenerate_heads_of_maps(maps, ['uniform'])
     with pytest.raises(ValueError, match='not finite'):
         degenerate_heads_of_maps(maps * math.nan)
@@ -257,7 +265,7 @@ def test_criteria_that_are_refused():
     for wrong in (-1, math.nan, '1e-5', None, True):
         with pytest.raises(ValueError, match=r"threshold=.* of criterion 'uniform' must be a number"):
             find_degenerate_heads(layer, [dict(type='uniform', threshold=wrong)])
-    for wrong in ('uniform', [], None):
+    for wrong in ('uniform', [], ()):
         with pytest.raises(ValueError, match='must be a list'):
             find_degenerate_heads(layer, wrong)
     for name in ('entropy', 'duplicate'):
@@ -269,11 +277,11 @@ def test_criteria_that_are_refused():
     with pytest.raises(ValueError, match='single token'):
         find_degenerate_heads(layer, ['entropy'], 1)
     for name in ('uniform', 'stripe'):
-        with pytest.raises(TypeError, match="LearnedAttention.*'entropy' and 'duplicate'"):
+        with pytest.raises(TypeError, match="LearnedAttention.* for Gaussian heads.*'entropy', 'duplicate'"):
             find_degenerate_heads(learned(), [name])
-    with pytest.raises(ValueError, match='depend on the input'):
+    with pytest.raises(ValueError, match='judged by what it does on images, but none were observed'):
         find_degenerate_heads(ContentAttention(4, 2))
-    with pytest.raises(TypeError, match='Linear'):
+    with pytest.raises(ValueError, match='a Linear has no attention of this package, .* give inputs'):
         find_degenerate_heads(torch.nn.Linear(2, 2))
     layer.encoding.sqrt_precision.data[1] = math.nan
     for name in ('uniform', 'stripe', 'entropy', 'duplicate'):
@@ -284,3 +292,38 @@ def test_criteria_that_are_refused():
 def test_uniform_attention_is_no_more_than_uniform():
     """Whatever rounding makes of the entropy of so many keys."""
     assert all(relative_entropy_of_maps(torch.full((n, n), 1 / n)) <= 1 for n in range(2, 50))
+
+
+@pytest.mark.parametrize('some', [True, False], ids=['some heads', 'all heads'])
+def test_the_heads_of_a_model(some):
+    """Of all layers, by what is known of each, as ``prune_heads`` takes them; one head of a layer stays."""
+    torch.manual_seed(0)
+    images = torch.randn(3, 3, 24, 24)
+    network = small_timm('sa_generalized_cifar', depth=2)
+    with torch.no_grad():
+        network.blocks[1].attn.encoding.sqrt_precision[1 if some else slice(None)] *= 1e-6
+    vit = timm.create_model('vit_tiny_patch16_224', img_size=24, patch_size=8, embed_dim=24, depth=2).train()
+    with torch.no_grad():
+        for block in vit.blocks:
+            block.attn.qkv.weight.mul_(60)
+        vit.blocks[0].attn.qkv.weight[slice(8, 16) if some else slice(24)] = 0
+    for model, name, settings, criterion in (
+        (network, 'blocks.1.attn', {}, 'uniform'),
+        (network, 'blocks.1.attn', dict(criteria=['entropy'], inputs=images), 'entropy'),
+        (network, 'blocks.1.attn', dict(criteria=['entropy'], size=6), 'entropy'),
+        (vit, 'blocks.0.attn', dict(inputs=images), 'entropy'),
+        (vit, 'blocks.0.attn', dict(criteria=['uniform'], inputs=images, call=lambda own, x: own(x)), 'uniform'),
+    ):
+        found, number = pruning.find_degenerate_heads(model, **settings), pruning.prunable_heads(model)[name].num_heads
+        expected = [1] if some else list(range(number))
+        assert found.reports[name].heads == expected and set(found) == {name}
+        assert {entry.criterion for entry in found.reports[name].found} == {criterion}
+        assert found[name] == expected if some else len(found[name]) == number - 1
+        assert str(found).startswith(f'{name}: {len(expected)} of {number} heads degenerate')
+        assert sum(line.startswith('blocks') for line in str(found).splitlines()) == 1
+        change = pruning.prune_heads(copy.deepcopy(model), found)
+        assert [layer.name for layer in change.layers] == [name]
+    stripes = pruning.find_degenerate_heads(network, ['stripe'])
+    assert vit.training and not stripes and str(stripes) == 'none'
+    with pytest.raises(TypeError, match="blocks.0.attn: the criterion 'stripe' is for Gaussian heads"):
+        pruning.find_degenerate_heads(vit, ['stripe'], inputs=images)

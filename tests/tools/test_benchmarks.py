@@ -20,7 +20,7 @@ import measure  # noqa: E402
 from original import with_dense_original  # noqa: E402
 
 from attncnn_plugin import attention  # noqa: E402
-from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention  # noqa: E402
+from attncnn_plugin.convert import convs_to_attention  # noqa: E402
 from attncnn_plugin.pruning import prune_heads  # noqa: E402
 
 
@@ -46,24 +46,6 @@ def test_original_computes_the_same(name, height, width, largest):
         # Of the bias of keys, which adds the same to the scores of all of them, it is 0.
         assert gradients[key].abs().sum() > 0 or key.endswith('key.bias'), key
         assert torch.allclose(gradients[key], gradient, rtol=0, atol=1e-10), key
-
-
-def subnormals(probs):
-    return ((probs > 0) & (probs < torch.finfo(torch.float32).tiny)).any().item()
-
-
-@pytest.mark.parametrize(
-    'probs_of',
-    [
-        lambda: attention.GeneralizedQuadraticAttention(8, 3).attention_probs((20, 20)),  # the softmax
-        lambda: small_timm('sa_quadratic_cifar').blocks[0].attn.attention_probs((12, 12)),  # a product of two
-        lambda: conv_to_mhsa(torch.nn.Conv2d(2, 2, 3, padding=1), alpha=1.5)[0].attention_probs((12, 12)),
-    ],
-)
-def test_before_has_the_subnormal_probabilities(probs_of):
-    assert not subnormals(probs_of())
-    assert benchmark.before(lambda: subnormals(probs_of()))()
-    assert not subnormals(probs_of())
 
 
 def test_ratio_is_the_median_over_the_rounds():
@@ -147,7 +129,7 @@ def cells_of_the_page(name):
     return {(row, column): cell for row, *cells in rows for column, cell in zip(columns, cells)}
 
 
-PAGE = ROOT / 'docs/benchmarks.md'
+PAGE = ROOT / 'docs/tables/benchmarks.md'
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ('cnns', 'original', 'pruning')]
 
 
@@ -231,7 +213,7 @@ def test_sentences_of_the_page():
     assert f'{min(separable):.0f} to {max(separable):.0f} times as fast' in page
     assert f'take up to {100 * max(dense) - 100:.0f}% longer' in page
     maps = [time for (row, column), time in times['maps'].items() if row.endswith('all maps') and column == 'time']
-    assert f'[{min(maps):.1f} to {max(maps):.1f} times](docs/benchmarks.md' in (ROOT / 'README.md').read_text()
+    assert f'[{min(maps):.1f} to {max(maps):.1f} times](docs/tables/benchmarks.md' in (ROOT / 'README.md').read_text()
     resnets = [100 * count - 100 for (row, _), count in counts['cnns'].items() if row.startswith('resnet')]
     text = f'costs {min(resnets):.0f} to {max(resnets):.0f}% more multiply-adds'
     assert text in ' '.join((ROOT / 'docs/cnn_to_attention.md').read_text().split())

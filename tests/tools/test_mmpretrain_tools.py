@@ -1,4 +1,4 @@
-"""mmpretrain's own tools on a config of each family; docs/mmpretrain.md has the table of what works."""
+"""mmpretrain's own tools on a config of each family; docs/mmpretrain.md says what works."""
 
 import inspect
 import pickle

@@ -106,11 +106,7 @@ def test_every_config_is_in_a_table():
 
 
 def test_sizes():
-    """From 0.2 to 1 million parameters, in both phases; the page has those of the second phase, and multiply-adds."""
-    page = (TOOL.parents[1] / 'docs/reproduce.md').read_text()
-    rows = re.findall(r'^\| (`.*) \| ([\d,]+) \| ([\d.]+)M \|$', page, re.MULTILINE)
-    found = {name: tuple(numbers) for names, *numbers in rows for name in re.findall('`(.*?)`', names)}
-    assert sorted(found) == CONFIGS
+    """From 0.2 to 1 million parameters, in both phases; the committed tables have those of the second phase."""
     numbers = {}
     for name in CONFIGS:
         config = network_config(name, {})
@@ -121,11 +117,24 @@ def test_sizes():
             model.backbone.to_attention()
         parameters, multiply_adds = cost(model)
         numbers[name] = multiply_adds
-        assert found[name] == (f'{parameters:,}', f'{multiply_adds / 1e6:.1f}') and 2e5 <= parameters <= 1e6, name
+        assert 2e5 <= parameters <= 1e6, name
     # Counted by hand here: linear maps, and rows and columns of the attention.
     linear = 256 * (12 * 64 + 4 * (9 * 64 * 64 + 64 * 64 + 2 * 64 * 128)) + 64 * 10
     quadratic = linear + 4 * 9 * 256 * 64 * (16 + 16)
     assert numbers['sa_quadratic'] == quadratic and abs(numbers['resnet'] / quadratic - 1) < 0.01
+
+
+@pytest.mark.parametrize('name', list(TABLES))
+def test_the_page_of_a_smoke_run_says_so(name, tmp_path):
+    """Its title, and no answer that other trainings gave."""
+    table = TABLES[name].smoke()
+    runs = reproduce.runs_of(table, argparse.Namespace(out=tmp_path))
+    assert {(run.label, run.images, run.seed) for run in runs} == {(label, 200, 0) for label in TABLES[name].rows}
+    assert max(run.epochs for run in runs) <= 5
+    write_page(tmp_path, name, table, runs, 'digits')
+    text = (tmp_path / f'{name}.md').read_text()
+    assert text.startswith(f'# Smoke run: {TABLES[name].title}\n') and 'accuracies say nothing' in text
+    assert 'answer' not in text and 'CIFAR' not in text
 
 
 @pytest.mark.parametrize('path', sorted(TABLES_OF_DOCS.glob('*.json')), ids=lambda path: path.stem)
@@ -328,7 +337,7 @@ def test_a_void_row(tool, tmp_path, monkeypatch):
 def test_which_tables_there_are(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['reproduce.py', '--list'])
     reproduce.main()
-    assert capsys.readouterr().out.startswith('C20-1: Four networks in equal epochs\nC20-E: Heads removed during')
+    assert capsys.readouterr().out.startswith('C20-1: Heads by position and a CNN in equal epochs\nC20-E: ')
     monkeypatch.setattr(sys, 'argv', ['reproduce.py'])
     with pytest.raises(SystemExit):
         reproduce.main()
@@ -382,7 +391,7 @@ def test_a_training_that_goes_on_elsewhere(tool, tmp_path, monkeypatch):
     (result,) = json.loads((tmp_path / 'small.json').read_text())
     found = [(part['machine']['gpu'], part['epochs_before']) for part in result['parts']]
     assert found == [('a GPU', 0), ('another GPU', 2)]
-    place = f'1 thread a training, PyTorch {torch.__version__}'
+    place = f'one thread per training, PyTorch {torch.__version__}'
     assert f'a GPU, {place}, then another GPU, {place}. Validated' in page_of(tmp_path)[0]
 
 
@@ -393,7 +402,7 @@ def test_means_and_ranges_of_a_folder_that_was_moved(tool, tmp_path):
     shutil.move(tmp_path / 'runs', tmp_path / 'moved/runs')
     assert tool('--data-name', 'a few digits', '--out', tmp_path / 'moved')[::2] == ([], 0)
     text, rows = page_of(tmp_path / 'moved')
-    assert 'Trained on a few digits: 40 images up to 3 epochs.' in text
+    assert 'Trained on a few digits: 40 images for 2 or 3 epochs.' in text
     assert rows['first'] == ['1,000', '7', '10.5 (10.0 to 11.0)', '1.0', '2']
     assert rows['goes on'] == ['1,000', '7', '10.0', '1.0', '1'] and 'issing' not in text
 
@@ -545,7 +554,6 @@ SMOKE = {
     'T-CNN': ['gated attention'],
     'pruning': ['12 heads, by importance', '12 heads, at random'],
     'starts': ['random embedding', 'Gaussian'],
-    'starts-192': ['impulse, 192'],
 }
 
 
@@ -556,6 +564,7 @@ def test_smoke(name, rows, tmp_path):
     options = ['--smoke', '--test-images', 50, '--out', tmp_path]
     run('python', TOOL, name, *options, '--models', *rows, folder=tmp_path)
     lines = (tmp_path / f'{name}.md').read_text().splitlines()
+    assert lines[0] == f'# Smoke run: {TABLES[name].title}'
     assert [
         row for row in rows if not any(line.startswith(f'| {row} | ') and 'missing' not in line for line in lines)
     ] == []

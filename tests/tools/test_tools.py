@@ -10,7 +10,7 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
-from helpers.processes import run
+from helpers.processes import REPOSITORY, run
 from mmengine.config import Config
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
@@ -28,21 +28,21 @@ def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'tool, config, arguments',
+    'words, config, arguments',
     [
-        ('test.py', 'sa_quadratic_digits', ['--work-dir', 'out']),
-        ('visualization/plot_attention.py', 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
-        ('visualization/attention_explorer.py', 'sa_quadratic_digits', ['3', '--out', 'out.html']),
-        ('model_converters/prune_heads.py', 'sa_quadratic_digits', ['out.pth', '--heads', '{0: [1]}']),
-        ('model_converters/conv_to_attention.py', 'cmhsa3_digits', ['out.pth']),
+        ([REPOSITORY / 'tools/test.py'], 'sa_quadratic_digits', ['--work-dir', 'out']),
+        (['-m', 'attncnn_plugin', 'plot', '--mm'], 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
+        (['-m', 'attncnn_plugin', 'explore', '--mm'], 'sa_quadratic_digits', ['--images', '3', '--out', 'out.html']),
+        (['-m', 'attncnn_plugin', 'prune', '--mm'], 'sa_quadratic_digits', ['--out', 'out.pth', '--heads', '{0: [1]}']),
+        (['-m', 'attncnn_plugin', 'convert', '--mm'], 'cmhsa3_digits', ['--out', 'out.pth']),
     ],
 )
-def test_tools_import_what_they_need(tool, config, arguments, repository, tmp_path):
+def test_tools_import_what_they_need(words, config, arguments, repository, tmp_path):
     """In a process that has not imported the plugin."""
     config = repository / f'configs/{config}.py'
     torch.save(dict(state_dict=mmpretrain.get_model(str(config)).state_dict(), meta={}), tmp_path / 'model.pth')
     arguments = [tmp_path / word if word.startswith('out') else word for word in arguments]
-    run(sys.executable, repository / 'tools' / tool, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
+    run(sys.executable, *words, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
     assert list(tmp_path.glob('out*'))
 
 
@@ -126,17 +126,15 @@ model = dict(
 @pytest.mark.parametrize(
     'model, prefix, phase', [('', '', 'conv'), (IN_A_CLASSIFIER, '', 'attn'), (IN_A_CLASSIFIER, 'module.', 'conv')]
 )
-def test_names_in_checkpoints_that_are_converted(model, prefix, phase, tool, tmp_path, monkeypatch):
+def test_names_in_checkpoints_that_are_converted(model, prefix, phase, command, tmp_path, monkeypatch):
     """The backbone alone, whose own name is empty; and names as a wrapper for distributed training has them."""
     monkeypatch.chdir(tmp_path)
     for kind in ('conv', 'attn'):
         (tmp_path / f'{kind}.py').write_text(CONVERTED.format(phase=kind) + model)
     cnn, attention = (MODELS.build(Config.fromfile(f'{kind}.py').model) for kind in ('conv', 'attn'))
     torch.save({'state_dict': {f'{prefix}{name}': value for name, value in cnn.state_dict().items()}}, 'cnn.pth')
-    tool('model_converters/conv_to_attention.py', f'{phase}.py', 'cnn.pth', 'out.pth')
+    assert command('convert', '--mm', f'{phase}.py', 'cnn.pth', '--out', 'out.pth')[0] == 0
     attention.load_state_dict(torch.load('out.pth')['state_dict'])
     cnn.eval(), attention.eval()
     x = torch.randn(2, 3, 32, 32)
     assert all(torch.allclose(expected, output, atol=1e-4) for expected, output in zip(cnn(x), attention(x)))
-    with pytest.raises(SystemExit, match=r'^\[Errno .*'):
-        tool('model_converters/conv_to_attention.py', f'{phase}.py', 'cnn.pth', 'cnn.pth/out.pth')

@@ -80,7 +80,7 @@ def test_row_of_the_page(row, repository):
             cells.append('yes')
         except (TypeError, ValueError):
             cells.append('–')
-    lines = (repository / 'docs/transformers.md').read_text().splitlines()
+    lines = (repository / 'docs/tables/transformers.md').read_text().splitlines()
     table = {
         line.split('|')[1].strip(): [cell.strip() for cell in line.split('|')[2:-1]] for line in lines if '|' in line
     }

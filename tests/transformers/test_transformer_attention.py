@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import head_report, mean_attention
-from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.pruning.degenerate import observed_attention
 
 UNSEEN = 'VisionTransformer', 'DeiT3'  # whose dropout is no module
 VIT, SWIN = 'vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'

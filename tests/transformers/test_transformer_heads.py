@@ -8,7 +8,7 @@ import timm
 import torch
 from helpers.adapter import Adapter
 from helpers.small import numbers, small_timm
-from helpers.vits import OF_TIMM, SETTINGS, SIZE, not_small, output_of, small_vit
+from helpers.vits import OF_TIMM, SETTINGS, SIZE, not_small, output_map, output_of, small_vit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,7 @@ from torch.nn.utils.prune import l1_unstructured as unstructured
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis.layer_maps import layer_labels
 from attncnn_plugin.attention import StructureError
+from attncnn_plugin.heads.sizes import RECORD
 from attncnn_plugin.pruning import head_costs, head_importance, prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.training import PruneHeads
 
@@ -37,16 +38,11 @@ def pruned_vit(name, **changes):
     return model
 
 
-def output_map(attention):
-    """The linear map that takes the outputs of all heads, one after the other, as libraries call it."""
-    return next(getattr(attention, name) for name in ('proj', 'o_proj', 'out_proj', 'last') if hasattr(attention, name))
-
-
 def mask_heads(model, heads, num_heads=3):
     """Sets the columns of heads in the map that takes them to zero."""
     for name, indices in heads.items():
         with torch.no_grad():
-            output_map(model.get_submodule(name)).weight.unflatten(1, (num_heads, -1))[:, indices] = 0
+            output_map(model, name, 0)[0].weight.unflatten(1, (num_heads, -1))[:, indices] = 0
     return model
 
 
@@ -77,8 +73,8 @@ def test_removed_heads_are_heads_at_zero(name, fused):
     assert change.parameters_after == sum(p.numel() for p in model.parameters()) < change.parameters_before
     assert numbers(model) == [3 - len(heads[layer_name]) for layer_name in layers]
     for layer_name, module in modules.items():
-        width = output_map(whole.get_submodule(layer_name)).in_features // 3 * (3 - len(heads[layer_name]))
-        assert output_map(module).in_features == width == getattr(module, 'attn_dim', width)
+        width = output_map(whole, layer_name, 0)[0].in_features // 3 * (3 - len(heads[layer_name]))
+        assert output_map(model, layer_name, 0)[0].in_features == width == getattr(module, 'attn_dim', width)
         assert getattr(module, 'scale', None) == scales[layer_name]
         assert getattr(module, 'fused_attn', fused) == fused
     first = next(iter(layers))
@@ -233,10 +229,12 @@ def test_attention_alone(build):
         module = build(pytest.importorskip('timm.layers').Attention).double().eval()
     except TypeError:
         pytest.skip(f'timm {timm.__version__} has no such option')
-    x, masked = torch.randn(2, 5, 24, dtype=torch.float64), mask_heads(copy.deepcopy(module), {'': [1]})
-    width = output_map(module).in_features // 3
+    x, masked = torch.randn(2, 5, 24, dtype=torch.float64), copy.deepcopy(module)
+    output, other = (getattr(own, 'proj', None) or own.last for own in (module, masked))
+    width = output.in_features // 3
+    other.weight.data[:, width : 2 * width] = 0
     prune_heads(module, {'': [1]}, x)
-    assert prunable_heads(module, x)[''].num_heads == 2 and output_map(module).in_features == 2 * width
+    assert prunable_heads(module, x)[''].num_heads == 2 and output.in_features == 2 * width
     torch.testing.assert_close(module(x), masked(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(module.train()(x), masked(x), rtol=1e-12, atol=1e-12)
 
@@ -584,3 +582,33 @@ def test_in_inference_mode(name):
     with torch.inference_mode():
         prune_heads(model, {0: [1]})
     model(torch.randn(1, 3, SIZE, SIZE)).sum().backward()
+
+
+def test_the_loading_of_others_names_the_verb(tmp_path):
+    """timm's ``checkpoint_path``, and Lightning's ``load_from_checkpoint``, which takes it in a hook."""
+    model, checkpoint, pruned = small_vit(VIT), str(tmp_path / 'pruned.pth'), pruned_vit(VIT)
+    torch.save(pruned.state_dict(), checkpoint)
+    with pytest.raises(RuntimeError, match=RECORD):
+        timm.create_model(VIT, checkpoint_path=checkpoint, **SETTINGS[VIT])
+    follow_state_dict(model, checkpoint)
+    timm.models.load_checkpoint(model, checkpoint)
+    images = torch.randn(2, 3, SIZE, SIZE)
+    assert torch.equal(model(images), pruned(images))
+    lightning = pytest.importorskip('lightning.pytorch')
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = small_vit(VIT)
+
+    class Following(Module):
+        def on_load_checkpoint(self, checkpoint):
+            follow_state_dict(self, checkpoint['state_dict'])
+
+    module = Module()
+    prune_heads(module, {0: [1]})
+    torch.save({'state_dict': module.state_dict(), 'pytorch-lightning_version': lightning.__version__}, checkpoint)
+    with pytest.raises(RuntimeError, match=RECORD):
+        Module.load_from_checkpoint(checkpoint)
+    loaded = Following.load_from_checkpoint(checkpoint)
+    assert torch.equal(loaded.network.eval()(images), module.network(images))

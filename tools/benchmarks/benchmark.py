@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How fast the models of this package are, and how much memory they take, against the original and other models.
 
-Prints a table for each group of measurements. docs/benchmarks.md has them, by --page, and says how they are made.
+Prints a table for each group of measurements. docs/tables/benchmarks.md, written by --page, says how they are made.
 """
 
 import argparse
@@ -12,19 +12,16 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
-from unittest import mock
 
 import gpu
 import timm
 import torch
-from measure import Measured, Ratio, Step, added_by, forward_pass, layer_step, side_by_side, training_step
+from measure import Measured, Ratio, Step, added_by, forward_pass, side_by_side, training_step
 from original import with_dense_original
 from torch import nn
 
 from attncnn_plugin import attention_maps
-from attncnn_plugin.attention import QuadraticAttention, softmax
 from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
@@ -82,38 +79,6 @@ def compare(quick: bool, training: bool, models: Dict[str, nn.Module], images: i
     """Measures models side by side."""
     gc.collect()  # the models before: hooks are reference cycles
     return side_by_side({name: make_step(training, model, images, pixels) for name, model in models.items()}, quick)
-
-
-def before(step: Step) -> Step:
-    """Returns the step with subnormal probabilities: all of the package's pass one call of ``F.threshold``."""
-
-    def step_before() -> object:
-        with mock.patch.object(softmax, 'F', SimpleNamespace(threshold=lambda probs, *_: probs)):
-            return step()
-
-    return step_before
-
-
-def subnormal(quick: bool) -> Cells:
-    """Subnormal probabilities.
-
-    Some processors are many times slower when a matrix product meets subnormal numbers, so layers set probabilities
-    below 2⁻¹⁰⁰ to 0. Time of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a 3x3
-    convolution of 400 channels with the channels last, by the size of the grid, without that (*before*) and with it
-    (*after*). Whole networks, trained or not, took as long with it as without.
-    """
-    dim = 16 if quick else 400
-    attention = QuadraticAttention(dim, 9)
-    conv = nn.Conv2d(dim, dim, 3, padding=1).to(memory_format=torch.channels_last)
-    for side in (4,) if quick else (16, 32, 64):
-        for way, training in WAYS.items():
-            make = layer_step if training else forward_pass
-            tokens = torch.randn(1, side, side, dim)
-            step = make(attention, tokens)
-            steps = dict(before=before(step), after=step, conv=make(conv, tokens.detach().permute(0, 3, 1, 2)))
-            measured = side_by_side(steps, quick)
-            for when in ('before', 'after'):
-                yield f'{side}x{side}, {when}', way, measured.ratio(when, 'conv')
 
 
 def original(quick: bool) -> Cells:
@@ -250,7 +215,7 @@ def added_maps(quick: bool, name: str, kept: str) -> Step:
     return large_forward(model) if kept == 'forward' else maps_step(model, KEPT[kept])
 
 
-GROUPS = {group.__name__: group for group in (cmhsa, cnns, pruning, maps, memory, original, subnormal)}
+GROUPS = {group.__name__: group for group in (cmhsa, cnns, pruning, maps, memory, original)}
 
 
 def machine(quick: bool) -> str:

@@ -263,6 +263,6 @@ GROUPS = {group.__name__: group for group in (layers, networks)}
 
 INTRODUCTION = """# Benchmarks on a GPU
 
-`python tools/benchmarks/benchmark.py --device cuda --page docs/benchmarks_gpu.md` measures these tables in a few
+`python tools/benchmarks/benchmark.py --device cuda --page docs/tables/benchmarks_gpu.md` measures these tables in a few
 minutes, each model after the one before, with the same random images and after three steps that are not counted.
 """

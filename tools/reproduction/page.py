@@ -41,14 +41,8 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     """Writes the page and the figure of a table; the same results give the same bytes."""
     results = [run.result for run in runs if run.result is not None]
     extras = [key for key in EXTRAS if any(key in result for result in results)]
-    columns = [
-        'network',
-        'parameters',
-        'multiply-adds',
-        f'top-1 of {table.images:,} images, %',
-        'minutes of a training',
-    ]
-    columns += ['seeds', *(EXTRAS[key][0] for key in extras)]
+    columns = ['network', 'parameters', 'multiply-adds', 'top-1, %', 'minutes of a training', 'seeds']
+    columns += [EXTRAS[key][0] for key in extras]
     lines = [f'# {table.title}', '', table.about, '', _conditions(table, results, data, extras), '']
     lines += [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
     for label in table.rows:
@@ -67,25 +61,38 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
 
 def _conditions(table: Table, results: Sequence[dict], data: str, extras: Sequence[str]) -> str:
     """Returns a sentence on the images and the epochs, and some on where and how it was trained."""
-    most = max(table.epochs_of(label) for label in table.rows)
+    lengths: Dict[int, List[int]] = {}
+    for label in table.rows:
+        lengths.setdefault(table.images_of(label), []).append(table.epochs_of(label))
     recipes = set()
     for result in results:
         config = result['config']
         validated = 'Trained in bfloat16, validated' if 'BFloat16' in str(config['optim_wrapper']) else 'Validated'
         number = config['val_dataloader']['dataset'].get('num_images')
         where = ', then '.join(dict.fromkeys(map(_place, result.get('parts') or [result])))
-        recipes.add(f'{where}. {validated} with {f"{number:,}" if number else "all"} test images.')
-    seeds = 'Means over the seeds, and ranges in brackets. Minutes are by the clock, without the validations; other '
-    seeds += 'programs on the machine make them longer.'
-    images = f'Trained on {data}: {table.images:,} images up to {most} epochs. {seeds}'
-    return ' '.join([images, *(EXTRAS[key][2] for key in extras), *sorted(recipes)])
+        recipe = f'{where}. {validated} with {f"{number:,}" if number else "all"} test images.'
+        recipes.add((-result['images'], f'{result["images"]:,} images: {recipe}' if len(lengths) > 1 else recipe))
+    seeds = 'Means over the seeds, and ranges in brackets. Minutes are wall-clock, without the validations; other '
+    hours = sum(result['seconds'] for result in results) / 3600
+    seeds += f'programs on the machine make them longer. All trainings took {hours:.1f} hours together.'
+    images = ', and '.join(
+        f'{number:,} images for {" or ".join(map(str, sorted(set(epochs))))} epochs'
+        for number, epochs in lengths.items()
+    )
+    return ' '.join(
+        [
+            f'Trained on {data}: {images}. {seeds}',
+            *(EXTRAS[key][2] for key in extras),
+            *(recipe for _, recipe in sorted(recipes)),
+        ]
+    )
 
 
 def _place(part: Mapping[str, Any]) -> str:
     """Returns where a part of a training ran."""
-    machine = part['machine']
-    threads = f'{machine["threads"]} thread{"s" * (machine["threads"] > 1)} a training'
-    return f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {part["versions"]["torch"]}'
+    machine, torch = part['machine'], part['versions']['torch']
+    threads = 'one thread' if machine['threads'] == 1 else f'{machine["threads"]} threads'
+    return f'{machine["gpu"] or machine["processor"]}, {threads} per training, PyTorch {torch}'
 
 
 def _cells(runs: Sequence[Run], extras: Sequence[str]) -> List[str]:
@@ -116,11 +123,13 @@ def _mean_and_range(values: Sequence[float], form: str) -> str:
 
 
 def accuracies(results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
-    """Returns the accuracies of the seeds, by number of images and by row, for :func:`dot_plot`."""
-    found: Dict[str, Dict[str, List[float]]] = {}
-    for result in [result for result in results if result['top1'] is not None]:
-        found.setdefault(f'{result["images"]:,} images', {}).setdefault(result['label'], []).append(result['top1'])
-    return found
+    """Returns the accuracies of the seeds by row, under the number of images, for :func:`dot_plot`."""
+    trained = [result for result in results if result['top1'] is not None]
+    found: Dict[str, List[float]] = {}
+    for result in trained:
+        found.setdefault(result['label'], []).append(result['top1'])
+    numbers = sorted({result['images'] for result in trained}, reverse=True)
+    return {f'{" and ".join(f"{number:,}" for number in numbers)} images': found} if found else {}
 
 
 def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:

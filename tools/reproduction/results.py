@@ -21,7 +21,7 @@ from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.change import number_of_parameters
 from attncnn_plugin.mm.reliability import AtomicBackend
-from attncnn_plugin.pruning import head_costs
+from attncnn_plugin.pruning import count_multiply_adds
 
 from .configs import build
 from .measures import attention_moved, corrupted_accuracies, share_at_shift
@@ -176,7 +176,7 @@ def trained_model(config: Config, checkpoint: Path) -> nn.Module:
 def cost(model: nn.Module) -> Tuple[int, int]:
     """Counts parameters, and multiply-adds of one image in evaluation mode."""
     model.eval()
-    return number_of_parameters(model), head_costs(model, lambda: model(torch.zeros(1, 3, 32, 32)))[0]
+    return number_of_parameters(model), count_multiply_adds(model, lambda: model(torch.zeros(1, 3, 32, 32)))[0]
 
 
 def versions() -> Dict[str, str]:

@@ -1,0 +1,38 @@
+"""``attncnn convert``: convolutions as attention, of a first phase (L21, section 4) or of a CNN (C20, Theorem 1)."""
+
+from argparse import Namespace
+from typing import List
+
+import torch
+
+from ..convert import convs_to_attention
+from ..training import parts_in_phases, to_attention
+from .model import load, write_checkpoint
+
+
+def run(args: Namespace) -> List[str]:
+    """Converts the model and saves it."""
+    torch.manual_seed(args.seed)  # of the keys, where a model of the second phase converts what it loads
+    loaded = load(args)
+    model = loaded.model
+    parts = parts_in_phases(model)
+    if not parts and not args.layers:
+        raise ValueError(
+            f"{loaded.name} has no CMHSA and no ConvToAttention: say which convolutions, --layers 'layer4.*.conv2'"
+        )
+    if parts:
+        changes = to_attention(model, args.seed)
+        if not changes and getattr(loaded, 'entries', set()) <= model.state_dict().keys():
+            raise ValueError(f'{loaded.name} is of attention already: nothing is left to convert')
+    else:
+        settings = {} if args.alpha is None else dict(alpha=args.alpha)
+        changes = [convs_to_attention(model, args.layers, loaded.example(), **settings)]
+    for change in changes:
+        print(change)
+    write_checkpoint(args.out, model.state_dict(), loaded.meta)
+    return [
+        f'{sum(len(change.layers) for change in changes) or len(parts)} layers are attention now',
+        f'Saved {args.out}',
+        'Next: train it; a model as before takes it by attncnn_plugin.follow_state_dict'
+        + (', a config by load_from' if args.mm else ''),
+    ]

@@ -1,0 +1,31 @@
+"""``attncnn explore``: a page for the browser that shows where every head looks, from any place of an image."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import List
+
+from ..explorer import explorer_page
+from .model import load, stacked
+
+
+def run(args: Namespace) -> List[str]:
+    """Writes the page."""
+    loaded = load(args)
+    images = loaded.images(args.images, args.num_images)
+    page = explorer_page(
+        loaded.model,
+        stacked(images),
+        [image.pixels for image in images],
+        [image.name for image in images],
+        title=f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}',
+        about=args.about,
+        max_bytes=int(args.max_size * 1e6),
+    )
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding='utf-8')
+    return [
+        f'A page of {len(images)} images',
+        f'Saved {out}, {out.stat().st_size / 1e6:.1f} MB',
+        f'Next: open {out.resolve().as_uri()} in a browser',
+    ]

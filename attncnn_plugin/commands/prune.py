@@ -1,0 +1,87 @@
+"""``attncnn prune``: removes heads from a model, those that are named, or those that matter least."""
+
+import math
+from argparse import Namespace
+from fnmatch import fnmatchcase
+from typing import Dict, List, Mapping
+
+import torch
+
+from .. import pruning
+from ..heads.found import Heads, layer_names
+from ..pruning.degenerate import depends_on_content
+from .model import LoadedModel, load, progress
+
+
+def run(args: Namespace) -> List[str]:
+    """Chooses the heads, removes them and saves the model."""
+    torch.manual_seed(args.seed)
+    loaded = load(args)
+    model, image = loaded.model, loaded.example()
+    every = pruning.prunable_heads(model, image)
+    number = sum(layer.num_heads for layer in every.values())
+    layers = {name: layer for name, layer in every.items() if fnmatchcase(name, args.layers)}
+    if not layers:
+        raise ValueError(f'--layers {args.layers} of {loaded.name} has no heads that can go: there are {list(every)}')
+    if args.heads:
+        heads = layer_names(every, args.heads)
+    elif args.criterion == 'degenerate':
+        content = any(map(depends_on_content, every.values()))
+        found = pruning.find_degenerate_heads(
+            model, inputs=loaded.inputs(args.images, args.num_images) if content else image
+        )
+        print(found)
+        heads = {name: own for name, own in found.items() if name in layers}
+    else:
+        heads = by_score(loaded, layers, args)
+    cost = lambda: None if image is None else pruning.count_multiply_adds(model, lambda: model(image))[0]  # noqa: E731
+    before = cost()
+    change = pruning.prune_heads(model, heads, image)
+    after = cost()
+    loaded.save(args.out)
+    for layer in change.layers if args.criterion != 'degenerate' else ():
+        print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
+    costs = f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})' if before else ''
+    how = 'load_hugging_face' if args.hf else 'follow_state_dict'
+    return [
+        f'{sum(map(len, heads.values()))} of {number} heads removed{costs}',
+        f'Saved {args.out}, {short(change.parameters_after)} of {short(change.parameters_before)} parameters',
+        f'Next: fine-tune it; attncnn_plugin.{how} loads it, and so do these commands',
+    ]
+
+
+def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Dict[str, List[int]]:
+    """Returns the heads with the lowest importance, or without which the loss rises least, or any heads."""
+    model, names, image = loaded.model, list(layers), loaded.example()
+    number = sum(layer.num_heads for layer in layers.values())
+    if args.criterion == 'random':
+        scores = {name: torch.rand(layer.num_heads, dtype=torch.float64) for name, layer in layers.items()}
+    else:
+        batches, loss, right = loaded.batches(args.images, args.num_images)
+        ablating = args.criterion == 'ablation'
+        passes = len(batches) * (2 + 2 * number if ablating else 1)
+        with progress(loss, passes, f'{number} heads') as counted:
+            if ablating:
+                scores = pruning.head_ablation(model, batches, counted, names).zero_loss
+            else:
+                scores = pruning.head_importance(model, batches, counted, layers=names)
+        print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
+    keep = args.keep if args.share is None else 1 - args.share
+    costs = None
+    if args.multiply_adds is not None:
+        if image is None:
+            raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')
+        costs = pruning.head_costs(model, lambda: model(image))
+    return pruning.least_important(scores, args.threshold, keep, args.multiply_adds, costs)
+
+
+def short(number: float) -> str:
+    """Returns a large number in three digits.
+
+    Examples:
+        >>> short(1253491584), short(999999), short(98304)
+        ('1.25G', '1M', '98.3k')
+    """
+    rounded = float(f'{number:.2e}')
+    power = min(3, int(math.log10(rounded)) // 3)
+    return f'{rounded / 1000**power:.3g}{["", "k", "M", "G"][power]}'

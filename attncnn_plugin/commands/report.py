@@ -1,0 +1,33 @@
+"""``attncnn report``: where each head looks, and what convolution the heads of a layer form."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import List
+
+from ..analysis import head_report
+from .model import load
+
+LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
+3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
+random 3x3: relative error of the nearest that the heads could be, with other values, to a random 3x3 kernel"""
+
+
+def run(args: Namespace) -> List[str]:
+    """Prints the report, and writes it as JSON."""
+    loaded = load(args)
+    source = loaded.of_position(args)
+    report = head_report(loaded.model, **source)
+    layers, _, summary = str(report).rpartition('\n\n')
+    print(summary, layers, LEGEND, sep='\n\n')
+    number = max(layer.num_images for layer in report.layers)
+    if args.out:
+        checkpoint = args.mm[1] if args.mm else args.checkpoint or ('pretrained' if args.pretrained else None)
+        content = report.to_dict(model=loaded.name, checkpoint=checkpoint, num_images=number)
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
+    return [
+        f'{len(report.layers)} layers, ' + (f'mean over {number} images' if number else 'by position'),
+        f'Saved {args.out}' if args.out else 'Nothing was written: --json FILE writes all numbers',
+        'Next: attncnn plot --figure heads draws the heads, attncnn rank says which of them matter',
+    ]
