@@ -27,9 +27,8 @@ EVERY = 20  # steps from one picture to the next
 
 def walk(seed: int = 0) -> Tuple[np.ndarray, np.ndarray, Any]:
     """Returns centres ``(T, 9, 2)`` and residual variances ``(T,)`` by steps of README's training, and its result."""
-    (block,) = re.findall(
-        r'^```python$\n(.*?QuadraticAttention.*?)^```$', (DOCS.parent / 'README.md').read_text(), re.M | re.S
-    )
+    blocks = re.findall(r'^```python$\n(.*?)^```$', (DOCS.parent / 'README.md').read_text(), re.M | re.S)
+    (block,) = [own for own in blocks if 'QuadraticAttention' in own]
     centers: List[np.ndarray] = []
     losses: List[float] = []
     names: Any = {}
