@@ -16,6 +16,7 @@ from helpers.small_configs import SMALL_VIT
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
+from attncnn_plugin import visualization
 from attncnn_plugin.analysis import head_report
 from attncnn_plugin.mm.datasets import Digits
 
@@ -106,11 +107,9 @@ def test_figures(words, done, folder):
 
 
 def test_a_figure_of_an_image_of_the_test_set(done, monkeypatch):
-    from attncnn_plugin.commands import plot
-
     drawn = {}
-    monkeypatch.setattr(plot, 'plot_attention', lambda *args, **options: drawn.update(options, args=args))
-    monkeypatch.setattr(plot, 'save_figure', lambda figure, path: None)
+    monkeypatch.setattr(visualization, 'plot_attention', lambda *args, **options: drawn.update(options, args=args))
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
     done('plot', *MODELS_OF['learned_content'], '--figure', 'content', '--images', 7, '--query', 4, 2)
     _, images, layers, query, overlay = drawn['args']
     assert (query, overlay, drawn['numbers']) == ((4, 2), True, None)

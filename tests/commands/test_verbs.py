@@ -83,7 +83,7 @@ def test_report(done, folder):
 @pytest.fixture
 def drawn(monkeypatch):
     """The arguments of the functions that draw, and of that which saves."""
-    plot = pytest.importorskip('attncnn_plugin.commands.plot')
+    plot = pytest.importorskip('attncnn_plugin.visualization')
     found = []
     for name in [name for name in vars(plot) if name.startswith('plot_')] + ['save_figure']:
         of = getattr(plot, name)
@@ -356,7 +356,8 @@ def test_mistakes(verb, command, folder):
 def test_classes_that_are_not_those_of_the_model(command):
     model = ['--timm', 'vit_tiny_patch16_224', '--model-kwargs', *OPTIONS[1:-1], 'num_classes=3']
     status, _, err = command('rank', *IMAGES, *model)
-    assert status == 2 and '--images images has 2 subfolders, but the model 3 classes: give a folder for each' in err
+    assert 'The weights of vit_tiny_patch16_224 are random: give --pretrained or --checkpoint' in err
+    assert status == 2 and '--images images has 2 folders, but the model 3 classes: give a folder for each' in err
 
 
 def test_figures_without_matplotlib(command, monkeypatch):
