@@ -1,4 +1,4 @@
-"""Models that Hugging Face transformers has saved, without the heads that they have lost."""
+"""Loads models of Hugging Face transformers that were saved after some of their heads were pruned."""
 
 from pathlib import Path
 from typing import Any, Dict, Union
@@ -80,6 +80,6 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
 
 
 def _named_as(cls: Any, base: Any) -> Any:
-    """Returns a class by the name of another: by it transformers chooses the loss, and knows older names of weights."""
+    """Names a class after another: transformers chooses the loss, and translates old weights, by this name."""
     cls.__name__, cls.__module__ = base.__name__, base.__module__
     return cls

@@ -1,4 +1,4 @@
-"""Where attention of other libraries has its queries, keys and values, for those who set them: by names of its parts.
+"""The queries, keys, values and outputs of other libraries' attention, found by the names of its parts.
 
 A start proves what it sets, by the attention that the model then computes.
 """
@@ -24,7 +24,7 @@ KNOWN = (
 
 
 def _of_map(module: nn.Module, name: str, own: str) -> Any:
-    """Returns the ``'weight'`` or ``'bias'`` of a map; None without it."""
+    """Returns the ``'weight'`` or the ``'bias'`` of a linear map, or None if it has none."""
     part = getattr(module, name, None)
     return getattr(part, own, None) if isinstance(part, nn.Module) else getattr(module, f'{name}_{own}', None)
 
@@ -54,8 +54,8 @@ class Attention:
         self.num_heads: int = next((own for own in numbers if isinstance(own, int)), 0)
         found = (names for names in MAPS if all(_of_map(module, name, 'weight') is not None for name in names))
         self.maps: Sequence[str] = next(found, ())
-        outputs = (getattr(module, name, None) for name in OUTPUTS)
-        self.output: Any = next((own for own in outputs if hasattr(own, 'in_features')), None)
+        outputs: Any = [*filter(None, (getattr(module, name, None) for name in OUTPUTS)), None]
+        self.output = next(own for own in outputs if own is None or hasattr(own, 'in_features'))
         self.shifts = torch.empty(0, 2, device='cpu')
         self.is_known = bool(self.num_heads and self.maps and self.output is not None)
         if self.is_known:
@@ -69,7 +69,7 @@ class Attention:
         return self._of_heads([_of_map(self.module, name, 'weight') for name in self.maps], which)
 
     def bias(self, which: str) -> Optional[Tensor]:
-        """Returns the bias of this map, a view, ``(N_h, d)``; None where there is none to be trained."""
+        """Returns the bias of this map, a view, ``(N_h, d)``, or None if none is trained."""
         found = [_of_map(self.module, name, 'bias') for name in self.maps]
         if found == [None]:
             found = [getattr(self.module, name, None) for name in BIASES]  # that of the keys can be a buffer of zeros
@@ -91,14 +91,14 @@ class Attention:
                 bias.zero_()
 
     def tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Returns the tokens ``(B, N, D)`` of a call, its first argument."""
+        """Returns the tokens of a call, ``(B, N, D)``: its first argument."""
         first = list(inspect.signature(type(self.module).forward).parameters)[1]
         x = args[0] if args else kwargs[first]
         return x.transpose(0, 1) if getattr(self.module, 'batch_first', True) is False else x
 
 
 def find_attention(network: Transformer) -> List[Attention]:
-    """Returns the attention in the blocks of a vision transformer, in their order.
+    """Returns the attention layers in the blocks of a vision transformer, in order.
 
     Raises:
         ValueError: There is none, some has other parts than those that are known, or its heads cannot get a shift.

@@ -1,4 +1,4 @@
-"""Positions in tokens: sines and cosines, and channels in which there is nothing else."""
+"""Positions in tokens: sines and cosines, and directions of a token that hold nothing but its position."""
 
 import math
 from contextlib import ExitStack
@@ -65,9 +65,9 @@ def set_sine_cosine_embedding(model: nn.Module, overwrite: bool = False) -> None
 
 
 def check_new(network: Transformer) -> None:
-    """Refuses a trained network, told by its norms and biases: other weights may be drawn, new ones of these are not.
+    """Refuses a network that looks trained by its norms and biases, which are constant in a new one.
 
-    But those of linear maps are in some libraries, see :func:`_drawn`.
+    Some libraries draw the biases of linear maps, see :func:`_drawn`.
     """
     kind, norms, trained = network.kind, 0, None
     for name, module in network.module.named_modules():
@@ -86,7 +86,7 @@ def check_new(network: Transformer) -> None:
 
 
 def _drawn(module: Any, bias: Tensor) -> bool:
-    """Returns whether the bias of a linear map is as drawn from N(0, 1e-6²) or, as PyTorch's, from U(−1/√n, 1/√n).
+    """Returns whether a linear map's bias looks as drawn from N(0, 1e-6²) or, as PyTorch's, from U(−1/√n, 1/√n).
 
     n is the number of inputs. The mean square says so, to 4.5 standard deviations. Of the second the weights must not
     have gone beyond ±1/√n, up to the rounding of bfloat16, where their mean square is as drawn.
@@ -103,9 +103,9 @@ def _drawn(module: Any, bias: Tensor) -> bool:
 
 
 def position_embedding(network: Transformer, patches: int) -> Tensor:
-    """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them."""
+    """Returns a view of the absolute position embedding, ``(N, D)``: of patches, with or without prefix tokens."""
     embedding, prefix = network.position, network.num_prefix_tokens
-    shape = () if embedding is None else tuple(embedding.shape)
+    shape = tuple(getattr(embedding, 'shape', ()))
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
         raise ValueError(
             f'{network.layout.position}={shown(embedding)} of a {network.kind} must be a parameter of shape '
@@ -115,7 +115,7 @@ def position_embedding(network: Transformer, patches: int) -> Tensor:
 
 
 def patch_positions(size: Tuple[int, int]) -> Tensor:
-    """Returns row and column of each patch of a grid, ``(patches, 2)``, float64."""
+    """Returns the row and column of each patch of a grid, ``(patches, 2)``, float64."""
     return torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64, device='cpu') for n in size))
 
 
@@ -156,7 +156,7 @@ class PositionChannels:
             token.copy_(self._cleared(token))
 
     def _cleared(self, tokens: Tensor) -> Tensor:
-        """Returns tokens ``(…, D)`` without their part in U."""
+        """Returns tokens ``(…, D)`` with their part in U removed."""
         return (tokens.double() - self.read(tokens) @ self.directions.T).to(tokens)
 
     def read(self, tokens: Tensor) -> Tensor:
@@ -173,11 +173,11 @@ class PositionChannels:
     def hold_constant(self) -> None:
         """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias."""
         if self.patches.bias is None:
-            raise ValueError(f'the patch embedding of {self.network.kind} has no bias, which rotations need')
+            raise ValueError(f'the patch embedding of {self.network.kind} has no bias: rotations need it')
         self.patches.bias.data += (self.norm * self.directions[:, 0]).to(self.patches.bias)
 
     def in_turn(self, images: Tensor, set_heads: Callable[[Attention, Tensor], None]) -> None:
-        """Calls ``set_heads(attention, tokens)`` with the tokens that each attention gets, once all before it is set.
+        """Calls ``set_heads(attention, tokens)`` layer by layer, with the tokens that layers already set give it.
 
         With the position in the tokens LayerNorm makes their content smaller, by √(1 − s) where s is the position's
         share of the squares. So values and MLPs read only the content, 1/√(1 − s) times as strongly, and begin as
@@ -214,7 +214,7 @@ class PositionChannels:
 
 
 def mlp_maps(attention: Attention) -> List[nn.Linear]:
-    """Returns the linear maps beside an attention in its block: the last one writes into the tokens."""
+    """Returns the linear maps of the MLP beside an attention: the last one writes into the tokens."""
     own, block = set(attention.module.modules()), attention.block
     found = [module for module in block.modules() if isinstance(module, nn.Linear) and module not in own]
     if not found or {found[-1].out_features, attention.output.out_features} != {attention.width}:

@@ -21,7 +21,7 @@ BIASES = 'rel_pos', 'relative_position_bias', 'shared_rel_pos', 'rel_pos_bias', 
 
 
 def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
-    """Returns the module with the position bias of an attention: it itself, one of its own, or one of all layers."""
+    """Returns the module that holds an attention's position bias: itself, one in it or its block, or a shared one."""
     if isinstance(getattr(attention.module, 'relative_position_bias_table', None), nn.Parameter):
         return attention.module
     owners = attention.module, attention.block, network.module
@@ -30,7 +30,7 @@ def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
 
 
 def window_of(bias: Any) -> Tuple[int, int]:
-    """Returns height and width of the window, or of the whole grid, for which a bias is."""
+    """Returns the height and width of the window, or of the whole grid, that a bias covers."""
     if getattr(bias, 'window_size', None) is None:
         raise ValueError(f'{type(bias).__name__} has a position bias, but no window_size that says for which grid')
     return int(bias.window_size[0]), int(bias.window_size[1])

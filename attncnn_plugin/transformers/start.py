@@ -140,7 +140,8 @@ def init_as_convolution(
         check_new(network)
     encoding = _encoding(network, attentions)
     if method == 'impulse' and encoding != 'absolute':
-        raise ValueError(f"method='impulse' needs absolute positions, not {encoding} ones: use 'gaussian'")
+        need = f"method='impulse' needs absolute positions, not {encoding} ones"
+        raise ValueError(f"{need}: use 'gaussian' with a large alpha")
     generator = torch.Generator().manual_seed(seed)
     _set_shifts(network, attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)

@@ -1,4 +1,4 @@
-"""The vision transformer in a model, told by its parts: patches, the tokens beside them, positions, blocks."""
+"""Finds the vision transformer in a model by its parts: patch embedding, prefix tokens, positions and blocks."""
 
 from typing import Any, List, NamedTuple, Optional, Tuple
 
@@ -47,7 +47,7 @@ LAYOUTS = (
 
 
 def part_of(module: Any, name: str) -> Any:
-    """Returns an attribute of a module, or of one inside; None without it."""
+    """Returns an attribute by its dotted name, or None if a part of the way is missing."""
     for own in name.split('.'):
         module = getattr(module, own, None)
     return module
@@ -73,7 +73,7 @@ class Transformer:
         self.name, self.module, self.layout, self.kind = name, module, layout, type(module).__name__
         self.embed, self.rope = part_of(module, layout.patches), part_of(module, layout.rope)
         position, *tokens = (part_of(module, own) for own in (layout.position, *layout.tokens))
-        self.position = position if isinstance(position, nn.Parameter) else None
+        self.position: Any = position if isinstance(position, nn.Parameter) else None
         self.tokens = [token for token in tokens if isinstance(token, nn.Parameter)]
         numbers = (getattr(module, own, None) for own in ('num_prefix_tokens', 'num_extra_tokens'))  # timm, mmpretrain
         number = next((own for own in numbers if own is not None), None)
@@ -105,7 +105,7 @@ class Transformer:
         return self._built_for('img_size', 'init_input_size', 'image_size') or (224, 224)
 
     def _built_for(self, *names: str) -> Optional[Tuple[int, int]]:
-        """Returns the first of these sizes that the patch embedding has, the transformer, or its configuration."""
+        """Returns the first such size that the patch embedding, the transformer or its configuration has."""
         owners = self.embed, self.module, getattr(self.module, 'config', None)
         sizes = (getattr(owner, name, None) for owner in owners for name in names)
         size = next((own for own in sizes if own is not None), None)
