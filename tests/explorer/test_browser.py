@@ -418,8 +418,15 @@ def test_colours_of_the_figures(browser, pages):
     """On their scale; the map is drawn in them, over a picture that leaves white as it is."""
     style = pytest.importorskip('attncnn_plugin.visualization.style')
     browser.open(pages['quadratic'][2], '#theme=light&layer=0&head=0&query=3,5')
+    light = style.ATTENTION_COLORS(np.linspace(0, 1, 256))[:, :3]
+    dark = light + 1 - light.max(-1, keepdims=True) - light.min(-1, keepdims=True)  # as of dark pictures
     ramp = np.reshape(list(browser.script('return [...colours()]')), (256, 4))[:, :3]
-    assert np.abs(ramp - 255 * style.ATTENTION_COLORS(np.linspace(0, 1, 256))[:, :3]).max() < 4
+    assert np.abs(ramp - 255 * light).max() < 4
+    browser.script("change({theme: 'dark'})")
+    ramp = np.reshape(list(browser.script('return [...colours()]')), (256, 4))[:, :3]
+    stops = np.array([0, 85, 127, 170, 255])  # between them other hues are mixed
+    assert np.abs(ramp - 255 * dark)[stops].max() < 6
+    browser.script("change({theme: 'light'})")
     assert browser.script("return color('--heads').split(' ')") == list(style.COLORS)
     low, high = style.ATTENTION_RANGE
     assert (browser.text('ramp-start'), browser.text('ramp-end')) == (f'1/{1 / low:.0f}×', f'{high:.0f}×')

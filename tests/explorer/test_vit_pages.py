@@ -170,7 +170,22 @@ def test_pooled_keys_and_queries():
     assert probs_in(pooled, 'attention').sum(-1) == pytest.approx(1, abs=0.01)
 
 
-def test_channels_are_no_patches():
+class PooledInRows(torch.nn.Module):
+    """Attention to keys that are pooled in the order of tokens, as NextViT's: they are no patches of a grid."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, 4, 4, 4)
+
+    def forward(self, images):
+        tokens = self.patches(images).flatten(2)
+        keys = torch.nn.functional.avg_pool1d(tokens, 4).mT[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(tokens.mT[:, None], keys, keys)
+
+
+def test_what_is_no_patches():
+    with pytest.raises(ValueError, match='no attention of a PooledInRows is between all patches of a grid'):
+        page_of(PooledInRows(), images_of(1, size=64))
     with pytest.raises(ValueError, match='no attention of a Xcit is between all patches of a grid'):
         page_of(*made('xcit_nano_12_p16_224'))
 
