@@ -450,7 +450,7 @@ def test_site_builds(site):
     texts = ' '.join(re.sub('<.*?>', ' ', page['text']) for page in index['docs']).lower()
     assert {'install', 'slurm', 'customdataset', 'cite'} <= set(re.split(index['config']['separator'], texts))
     home = (site / 'index.html').read_text()
-    assert 'docs/' not in home and 'images/nine_heads_dark.png#only-dark' in home and 'href="contributing/"' in home
+    assert 'docs/' not in home and 'images/photo_dark.png#only-dark' in home and 'href="contributing/"' in home
     assert 'class="arithmatex"' not in ''.join(page.read_text() for page in site.glob('*/index.html'))
 
 
