@@ -205,6 +205,11 @@ def count_multiply_adds(
 
     Returns:
         tuple[int, dict[str, int]]: Those of the whole model, and by these names those of the modules together.
+
+    Examples:
+        >>> layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        >>> count_multiply_adds(layers, lambda: layers(torch.rand(5, 8)), {'second': ['1']})
+        (200, {'second': 40})
     """
     counter = FlopCounterMode(display=False)
     flops = dict.fromkeys(modules, 0)
