@@ -135,14 +135,20 @@ def output_of(model, images):
     return output[-1] if isinstance(output, tuple) else output
 
 
-def output_map(model, name, head):
-    """The map that takes the outputs of all heads of a layer, and the columns of one; they lie one after the other."""
-    layer, module = prunable_heads(model)[name], model.get_submodule(name)
-    if isinstance(layer, PrunableHeads):
-        return layer.output, layer.output_entries([head])
+def output_linear(model, name):
+    """The map of another library that takes the outputs of all heads of a layer, one after the other."""
+    module = model.get_submodule(name)
     beside = getattr(model.get_submodule(name.rpartition('.')[0]), 'output', None)  # of transformers before 5.20
     places = (module, 'proj'), (module, 'out_proj'), (module, 'o_proj'), (beside, 'dense')
-    output = next(getattr(owner, own) for owner, own in places if hasattr(owner, own))
+    return next(getattr(owner, own) for owner, own in places if hasattr(owner, own))
+
+
+def output_map(model, name, head):
+    """The map that takes the outputs of all heads of a layer of any library, and the columns of one head."""
+    layer = prunable_heads(model)[name]
+    if isinstance(layer, PrunableHeads):
+        return layer.output, layer.output_entries([head])
+    output = output_linear(model, name)
     return output, torch.arange(output.in_features).view(layer.num_heads, -1)[head]
 
 
