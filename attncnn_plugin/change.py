@@ -20,7 +20,7 @@ CLOSED = (nn.Module, type, types.ModuleType, str, bytes, int, float, type(None))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows of cells as a table, a line each."""
+    """Formats rows of cells as a table, a line each."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
@@ -42,7 +42,7 @@ class Successor:
 
 
 def within(name: str, replaced: Mapping[nn.Parameter, Successor]) -> Dict[nn.Parameter, Successor]:
-    """Returns what became of the parameters of a layer, with their names in its model; empty for the model itself."""
+    """Returns what replaced the parameters of a layer, with names in its model; ``name`` is empty for the model."""
     prefix = f'{name}.' if name else ''
     return {
         old: replace(own, parameters={prefix + key: new for key, new in own.parameters.items()})
@@ -56,7 +56,7 @@ def succession(
     heir: Optional[nn.Parameter] = None,
     inherit: Optional[Callable[[Tensor], Tensor]] = None,
 ) -> Successor:
-    """Returns the :class:`Successor` of a parameter, whose attributes and hooks the new parameters get.
+    """Returns the :class:`Successor` of a parameter, and gives the new parameters its attributes and hooks.
 
     Attributes such as ``no_weight_decay``, which they do not all have, go to all of them. A tensor among these of the
     parameter's shape, and hooks, go to an heir; handles of hooks stay valid.
@@ -85,7 +85,7 @@ def succession(
 
 
 def holds_tensors(own: Any) -> bool:
-    """Returns True if an object holds a tensor of several entries, at any depth; a function does what it reads."""
+    """Returns True if an object, or what a function in it reads, holds a tensor of several entries at any depth."""
     return any(isinstance(value, Tensor) and value.numel() > 1 for _, _, value, _ in held_by(own))
 
 

@@ -129,7 +129,7 @@ def _compare_checksums(path: str) -> bool:
 
 
 def _reason(error: Exception, is_whole: bool) -> str:
-    """Returns the end of a sentence that begins with the name of a file: why it was not loaded."""
+    """Says why a file was not loaded: the end of a sentence that begins with its name."""
     message = str(error)
     unsafe_name = re.search(r'GLOBAL (\S+)', message)
     if unsafe_name:

@@ -71,7 +71,7 @@ def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> Dict[str, Any]:
-    """Returns the structures that modules of a model, by name, have to take from a state dict; nothing changes yet.
+    """Returns the structures that modules of a model, by name, need for a state dict; nothing changes yet.
 
     A structure is what the ``take_structure`` of the module takes, such as a number of heads, or the module that takes
     its place. Modules of this package whose entries no structure explains are left to the loading.
@@ -99,7 +99,7 @@ def plan(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '') -> D
 
 
 def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
-    """Returns the state dict in a checkpoint, by the names of a model; of averages too, which have its structure.
+    """Returns the state dict in a checkpoint, or its averages, which have the same structure, by the model's names.
 
     Raises:
         FileNotFoundError: There are no weights in a folder.
@@ -124,7 +124,7 @@ def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
-    """Returns the attention that a state dict has instead of a convolution, or of attention of another kind, or None.
+    """Returns the attention that a state dict has in place of a convolution or of another kind of attention, or None.
 
     Raises:
         StructureError: The convolution cannot be converted.

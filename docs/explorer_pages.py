@@ -91,7 +91,7 @@ def main() -> None:
         path.write_text(page(name), encoding='utf-8')
     frames = loop((out / 'gallery/quadratic/explorer.html').resolve())
     (out / 'images').mkdir(exist_ok=True)
-    options = dict(save_all=True, append_images=frames[1:], duration=160, loop=0, quality=60, method=6)
+    options = dict(save_all=True, append_images=frames[1:], duration=160, loop=0, quality=50, method=6)
     frames[0].save(out / 'images/explorer.webp', **options)
 
 

@@ -12,22 +12,23 @@ from typing import Any, List, Tuple
 
 import matplotlib
 import numpy as np
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from attncnn_plugin.visualization import style
 
 DOCS = Path(__file__).parent
 THEMES = {'light': ('#1F2328', '#FFFFFF'), 'dark': ('#D1D7E0', '#0D1117')}  # ink and paper of GitHub
-OF_INK = 'text.color axes.labelcolor axes.titlecolor axes.edgecolor xtick.color ytick.color'.split()
+OF_INK = ['text.color', 'axes.labelcolor', 'axes.titlecolor', 'axes.edgecolor', 'xtick.color', 'ytick.color']
 EVERY = 20  # steps from one picture to the next
 
 
-def walk() -> Tuple[np.ndarray, np.ndarray]:
-    """Returns centres ``(T, 9, 2)`` and residual variances ``(T,)`` at every step of README's training."""
-    (block,) = re.findall(r'^```python$\n(.*?QuadraticAttention.*?)^```$', (DOCS.parent / 'README.md').read_text(), re.M | re.S)
+def walk(seed: int = 0) -> Tuple[np.ndarray, np.ndarray, Any]:
+    """Returns centres ``(T, 9, 2)`` and residual variances ``(T,)`` by steps of README's training, and its result."""
+    blocks = re.findall(r'^```python$\n(.*?)^```$', (DOCS.parent / 'README.md').read_text(), re.M | re.S)
+    (block,) = [own for own in blocks if 'QuadraticAttention' in own]
     centers: List[np.ndarray] = []
     losses: List[float] = []
     names: Any = {}
@@ -38,9 +39,9 @@ def walk() -> Tuple[np.ndarray, np.ndarray]:
 
     hook = register_optimizer_step_pre_hook(look)
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(block, names)
+        exec(block.replace('manual_seed(0)', f'manual_seed({seed})'), names)
     hook.remove()
-    return np.array(centers), np.array(losses)
+    return np.array(centers), np.array(losses), names['heads']
 
 
 def draw(centers: np.ndarray, losses: np.ndarray, step: int) -> Figure:
@@ -69,10 +70,8 @@ def draw(centers: np.ndarray, losses: np.ndarray, step: int) -> Figure:
     return figure
 
 
-def main() -> None:
+def save(centers: np.ndarray, losses: np.ndarray, folder: Path) -> None:
     """Draws the moving picture for light and for dark pages."""
-    out = Path(*sys.argv[1:2] or [DOCS / 'images'])
-    centers, losses = walk()
     steps = range(0, len(losses), EVERY)
     for theme, (ink, paper) in THEMES.items():
         pictures = []
@@ -86,8 +85,8 @@ def main() -> None:
         colors = pictures[-1].quantize(64)
         first, *others = [picture.quantize(palette=colors, dither=Image.Dither.NONE) for picture in pictures]
         times = [80] * len(others) + [4000]  # milliseconds
-        first.save(out / f'imitation_{theme}.gif', save_all=True, append_images=others, duration=times, loop=0)
+        first.save(folder / f'imitation_{theme}.gif', save_all=True, append_images=others, duration=times, loop=0)
 
 
 if __name__ == '__main__':
-    main()
+    save(*walk()[:2], Path(*sys.argv[1:2] or [DOCS / 'images']))

@@ -1,15 +1,17 @@
 """Draws the pictures of the documentation: ``python docs/pictures.py [FOLDER]``, by default into docs/.
 
-They are of the weights in the package and of the results in docs/tables, so that they need no data and no training.
-Some are drawn twice, for light and for dark pages.
+They are of the weights in the package, of the results in docs/tables, and of what blocks of the README and the tutorial
+draw, so that they need no data. They are drawn twice, for light and for dark pages.
 """
 
+import contextlib
 import io
 import json
+import re
 import sys
 from functools import cache, partial
 from pathlib import Path
-from typing import Dict, Optional, Sequence, Union
+from typing import Callable, Dict, Optional, Sequence, Union
 
 import matplotlib
 import numpy as np
@@ -21,17 +23,17 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from PIL import Image
 
+from attncnn_plugin import visualization
 from attncnn_plugin.analysis import MeanAttention, mean_attention
 from attncnn_plugin.transformers import init_as_convolution
-from attncnn_plugin.visualization import plot_attention_centers, plot_attention_probs, plot_heads, style
+from attncnn_plugin.visualization import plot_attention, plot_attention_centers, plot_attention_probs, plot_heads, style
 from attncnn_plugin.weights import example_images
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / 'tools'))
 from reproduction.page import accuracies, dot_plot  # noqa: E402
 
-THEMES = {'light': ('#1F2328', '#FFFFFF'), 'dark': ('#D1D7E0', '#0D1117')}  # ink and paper of GitHub
-OF_INK = ['text.color', 'axes.labelcolor', 'axes.titlecolor', 'axes.edgecolor', 'xtick.color', 'ytick.color']
+PAPER = np.array([13, 17, 23]) / 255  # of GitHub's dark pages
 NAMES = {'content': 'sa_learned_content_small', 'transition': 'cmhsa3_small_patch4_32'}  # that need images
 PAGES = ('quadratic', 'generalized', 'learned', *NAMES)
 TITLE = dict(fontsize=9.5, weight='bold')
@@ -55,12 +57,10 @@ def times_uniform(maps: MeanAttention, query: Optional[Sequence[int]] = None) ->
 
 def draw(axes: Axes, what: Union[np.ndarray, str], query: Sequence[int] = (8, 8), title: str = '') -> AxesImage:
     """Draws a map of attention, or an example image on 16x16 tokens, with a query."""
-    axes.add_patch(Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, facecolor='none', edgecolor='black'))
     axes.set_title(title, fontsize=8, pad=3)
     if not isinstance(what, str):
-        return style.draw_attention(axes, what)
-    axes.set(xticks=[], yticks=[])
-    return axes.imshow(EXAMPLES[what], extent=(-0.5, 15.5, 15.5, -0.5))
+        return style.draw_attention(axes, what, query=query)
+    return style.draw_photo(axes, EXAMPLES[what], (16, 16), query)
 
 
 def draw_kernel(axes: Axes) -> None:
@@ -79,7 +79,7 @@ def nine_heads() -> Figure:
     kernel[np.arange(9), 7 + np.arange(9) // 3, 7 + np.arange(9) % 3] = 256
     rows = {
         'A 3×3 convolution as nine heads: each looks at one neighbour and holds one matrix of the kernel': kernel,
-        'The first block of a trained network: six heads have become positions of a kernel': first,
+        'The first block of a trained network: six heads (thick frames) have become positions of a kernel': first,
         'The last block: most heads look at much of the image': last,
     }
     figure, size = Figure(figsize=(9.6, 4.6)), (0.0785, 0.0785 * 9.6 / 4.6)
@@ -89,6 +89,8 @@ def nine_heads() -> Figure:
             left = 0.106 + 0.0875 * head + 0.017 * (head == 9)
             axes = figure.add_axes((left, bottom, *size))
             drawn = draw(axes, own, title=f'head {head}' if head < 9 else 'all nine')
+            if maps is first and head in (1, 2, 3, 4, 5, 8):
+                axes.spines[:].set(color='black', linewidth=2.2)
             if maps is kernel:
                 axes.set(xlim=(5.5, 10.5), ylim=(10.5, 5.5))
                 sign = left - (0.0125 if head in (0, 9) else 0.0045), bottom + 0.08
@@ -105,7 +107,8 @@ def nine_heads() -> Figure:
 def two_phases() -> Figure:
     """The two phases on a time line, with the accuracy of a training and heads of its last block."""
     runs = json.loads((DOCS / 'tables/two-phases.json').read_text())
-    run, alone = [run for name in ('both phases', 'convolution') for run in runs if (run['label'], run['seed']) == (name, 0)]
+    of_seed = {run['label']: run for run in runs if run['seed'] == 0}
+    run, alone = of_seed['both phases'], of_seed['convolution']
     epochs, accuracy = np.array(run['curves']['accuracy/top1']).T
     change, end = run['config']['custom_hooks'][0]['epoch'], epochs[-1]
     figure, ratio = Figure(figsize=(9.6, 4.2)), 9.6 / 4.2
@@ -199,12 +202,22 @@ def content() -> Figure:
 
 
 def left_the_kernel() -> Figure:
-    """The attention of one image after two phases; heads that look elsewhere have a frame."""
-    figure = plot_attention_probs(maps_of('transition', 'automobile'), (1, 3), None, np.asarray(EXAMPLES['automobile']))
-    for axes in figure.axes[1:-1]:
-        if float(axes.get_title().split(': ')[1]) < 0.6:
-            axes.spines[:].set(color=style.COLORS[7], linewidth=2.5)
-    return figure
+    """The attention of one image after two phases."""
+    model = timm.create_model(NAMES['transition'], pretrained=True)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    return plot_attention(model, transform(EXAMPLES['automobile'])[None], ['blocks.0.*', 'blocks.5.*'], (1, 3), True)
+
+
+def drawn_by(page: str) -> Figure:
+    """The first figure that the Python of a page saves, with all that stands before it."""
+    blocks, drawn = re.findall(r'^```python$\n(.*?)^```$', (DOCS / page).read_text(), re.M | re.S), []
+    save, visualization.save_figure = visualization.save_figure, lambda figure, path: drawn.append(figure)
+    names: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        while not drawn:
+            exec(blocks.pop(0), names)
+    visualization.save_figure = save
+    return drawn[0]
 
 
 def thumbnail(page: str) -> Figure:
@@ -218,7 +231,9 @@ def thumbnail(page: str) -> Figure:
     return figure
 
 
-BOTH = {
+PICTURES = {
+    'images/photo': lambda: drawn_by('../README.md'),
+    'images/tutorial_vit_attention': lambda: drawn_by('tutorial_vit.md'),
     'images/nine_heads': nine_heads,
     'images/two_phases': two_phases,
     'images/encodings': encodings,
@@ -227,8 +242,6 @@ BOTH = {
     'images/worth_vit_init': lambda: worth('starts'),
     'images/worth_two_phases': lambda: worth('two-phases'),
     'images/worth_cnn_to_attention': lambda: worth('T-CNN'),
-}
-ONCE = {
     'images/all_heads': lambda: plot_heads(timm.create_model('sa_quadratic_small', True), torch.zeros(1, 3, 32, 32)),
     'gallery/quadratic/probabilities': lambda: plot_attention_probs(maps_of('quadratic')),
     'gallery/quadratic/centers': lambda: plot_attention_centers(maps_of('quadratic')),
@@ -242,19 +255,35 @@ ONCE = {
 }
 
 
+def render(drawing: Callable[[], Figure]) -> Dict[str, Image.Image]:
+    """Draws a picture for light and for dark pages: the latter has all colours but those of photos turned around."""
+    file = io.BytesIO()
+    with style.settings():
+        (figure := drawing()).savefig(file, dpi=160)
+    light = np.asarray(Image.open(file).convert('RGB')) / 255
+    dark = light + 1 - light.max(-1, keepdims=True) - light.min(-1, keepdims=True)  # its lightness alone
+    dark = PAPER + dark * (0.92 - PAPER)
+    for axes in figure.axes:
+        if any(np.ndim(image.get_array()) == 3 for image in axes.images):
+            (left, bottom), (right, top) = np.round(axes.get_window_extent().get_points() * 160 / figure.dpi).astype(
+                int
+            )
+            photo = slice(len(light) - top, len(light) - bottom), slice(left, right)
+            dark[photo] = light[photo]
+    return {
+        theme: Image.fromarray((pixels * 255).round().astype(np.uint8)).quantize(256, kmeans=1)
+        for theme, pixels in (('light', light), ('dark', dark))
+    }
+
+
 def main() -> None:
     """Draws all, in 256 colours."""
     out = Path(*sys.argv[1:2] or [DOCS])
-    themed = {f'{name}_{theme}': drawing for name, drawing in BOTH.items() for theme in THEMES}
-    for name, drawing in {**ONCE, **themed}.items():
-        ink, paper = THEMES['dark' if name.endswith('_dark') else 'light']
-        file, path = io.BytesIO(), out / f'{name}.png'
-        with style.settings():
-            matplotlib.rcParams.update(dict.fromkeys(OF_INK, ink))
-            matplotlib.rcParams.update({'savefig.facecolor': paper, 'axes.facecolor': paper})
-            drawing().savefig(file, dpi=160)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.open(file).convert('RGB').quantize(256, kmeans=1).save(path, optimize=True)
+    for name, drawing in PICTURES.items():
+        for theme, picture in render(drawing).items():
+            path = out / f'{name}_{theme}.png'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path, optimize=True)
 
 
 if __name__ == '__main__':

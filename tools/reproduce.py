@@ -34,7 +34,7 @@ from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
 from attncnn_plugin.commands import setting
-from attncnn_plugin.mm.tools import one_line
+from attncnn_plugin.mm.tools import FOLDERS, one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
 from reproduction.configs import DATA, build, network_config, set_data, set_epochs, set_images  # noqa: E402
@@ -192,7 +192,8 @@ def check_images(config: Config) -> None:
             if shape != (3, 32, 32):
                 raise ValueError(f'they have the shape {shape}, but the networks are for (3, 32, 32)')
     except Exception as error:
-        raise ValueError(f'the images cannot be used: {one_line(error, "--data-root FOLDER")}') from error
+        reason = one_line(error).replace(f'--cfg-options {FOLDERS}', '--data-root FOLDER')
+        raise ValueError(f'the images cannot be used: {reason}') from error
 
 
 def how_far(runs: List[Run], first: int, seconds: float) -> str:

@@ -34,7 +34,7 @@ HARD = 0.9  # share of its nearest shift from which a head is hard
 NEARLY = 0.01  # difference of errors up to which the smaller kernel is the better one
 UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
-MODEL_COLUMNS = ['layer', 'attention', 'heads', 'degenerate', '3x3', '5x5', '3x3 within', 'nearest']
+MODEL_COLUMNS = ['layer', 'attention', 'heads', 'degenerate', '3x3', '5x5', 'random 3x3', 'nearest']
 
 
 def head_report(

@@ -1,4 +1,4 @@
-"""The interface that all attention layers of the package share, for those who look at heads."""
+"""The interface of all attention layers: their scores, probabilities and values, head by head."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
-        """Returns the probabilities of a layer without other scores than those of :meth:`position_probs`.
+        """Returns the probabilities of a layer whose scores depend only on position: :meth:`position_probs`.
 
         Raises:
             ValueError: The probabilities depend on the input.
@@ -68,11 +68,11 @@ class AttentionLayer(nn.Module):
 
     @torch.no_grad()
     def exact_attention_probs(self, size: Sequence[int]) -> Tensor:
-        """Returns :meth:`attention_probs`, computed in float64 throughout, on the CPU."""
+        """Computes :meth:`attention_probs` in float64 throughout, on the CPU."""
         return copy.deepcopy(self).cpu().double().attention_probs(size)
 
     def grid_of(self, x: Tensor) -> Tuple[int, ...]:
-        """Returns height and width of the grid of keys of an input, tokens ``(B, H, W, D)``."""
+        """Returns height and width of the grid of keys for an input, tokens ``(B, H, W, D)``."""
         return tuple(x.shape[1:3])
 
     def attention_scores(self, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def check_plain_linear(name: str, linear: nn.Module) -> None:
 
 
 def head_products(query: Tensor, key: Tensor, num_heads: int) -> Tensor:
-    """Returns q·k/√D of all heads, of queries ``(B, Q, N_h·D)`` and keys ``(B, K, N_h·D)``, in full precision.
+    """Computes q·k/√D of all heads in full precision, for queries ``(B, Q, N_h·D)`` and keys ``(B, K, N_h·D)``.
 
     They are ``(B, N_h, Q, K)``, at least float32.
     """

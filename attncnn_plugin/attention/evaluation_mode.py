@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""A context manager that puts a model into evaluation mode."""
 
 from contextlib import contextmanager
 from typing import Iterator

@@ -29,7 +29,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
     output_name = 'value'
 
     def head_parameters(self) -> HeadParameters:
-        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads.
+        """Returns, for each parameter with entries for heads, their dimension and how many a head has there.
 
         In general these are the parameters of an ``encoding``.
         """
@@ -38,7 +38,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return {f'encoding.{name}': (0, 1) for name, _ in own}
 
     def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Returns the dimension of heads, and the entries of these heads, of every parameter with entries for heads."""
+        """Returns, for each parameter with entries for heads, their dimension and the indices of these heads."""
         found = {}
         for name, (dim, entries) in self.head_parameters().items():
             starts = list(itertools.accumulate(self._widths(entries), initial=0))
@@ -53,11 +53,11 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return self.get_submodule(self.output_name)
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
-        """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        """Returns which columns of the weight of :attr:`output` take the outputs of some heads, ``(n,)``."""
         return self.head_entries(heads)[f'{self.output_name}.weight'][1]
 
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
-        """Returns heads as integers, and refuses those that cannot be removed.
+        """Returns heads as integers; raises an error for those that cannot be removed.
 
         Raises:
             TypeError: Something computes their weights.
@@ -97,7 +97,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.num_heads = len(heads)
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the number of heads in a state dict; None for that of the layer, or where not all has heads.
+        """Returns the number of heads in a state dict; None if it is the layer's, or entries are missing.
 
         Raises:
             StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
@@ -139,7 +139,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
 
 
 def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List[int]:
-    """Returns heads, of an array for instance, as integers.
+    """Returns heads, which may come from an array, as integers.
 
     Raises:
         ValueError: Heads that a layer of ``num_heads`` does not have, or all of them.
@@ -157,7 +157,7 @@ def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List
 
 
 def not_alone(module: nn.Module, layout: Mapping[str, Tuple[int, int]]) -> Optional[str]:
-    """Returns why entries cannot be taken from parameters, by name; None where they can.
+    """Returns why entries cannot be removed from parameters, by name; None if they can.
 
     ``layout`` has the dimension of heads of each, and how many entries it has there.
     """

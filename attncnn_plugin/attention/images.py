@@ -56,6 +56,8 @@ class ImageAttention(PrunableHeads):
         layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
+    position: str  # one of POSITIONS
+    window_size: Optional[Tuple[int, ...]] = None  # of a table and of the neighbourhood; that of the kernel for None
     window: Window
     encoding: Any
     settings: Dict[str, Any]
@@ -75,7 +77,7 @@ class ImageAttention(PrunableHeads):
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
-        self.settings = {'num_heads': num_heads}
+        self.settings = {'num_heads': num_heads, 'position': self.position}
         if groups == 1:
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
@@ -84,16 +86,11 @@ class ImageAttention(PrunableHeads):
         entries = in_channels // groups * math.prod(window.kernel_size)  # one entry has no format
         layout = self.value.weight.new_zeros(1, min(2, entries), *[1] * window.ndim)
         self.register_buffer('layout', layout, persistent=False)
-
-    def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
-        """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
-        self.settings['position'] = position
-        weight = self.value.weight
-        dd: Any = dict(device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-        if position == 'gaussian':
-            self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, **dd)
+        dd['dtype'] = torch.promote_types(layout.dtype, torch.float32)  # bfloat16 cannot hold 257
+        if self.position == 'gaussian':
+            self.encoding = QuadraticEncoding(num_heads, window.ndim, **dd)
         else:
-            self.encoding = WindowEncoding(self.num_heads, window_size, **dd)
+            self.encoding = WindowEncoding(num_heads, self.window_size or window.kernel_size, **dd)
 
     def extra_repr(self) -> str:
         groups = '' if self.groups == 1 else f', groups={self.groups}'
@@ -158,11 +155,15 @@ class ImageAttention(PrunableHeads):
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
     # What other code reads of a convolution.
-    padding_mode = property(operator.attrgetter('window.padding_mode'))
+    kernel_size, stride, dilation, padding_mode = (
+        property(operator.attrgetter(f'window.{name}'))
+        for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
+    )
+    padding = property(operator.attrgetter('window.padding_argument'))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ('kernel_size', 'stride', 'dilation', 'padding'):
-            return getattr(self.window, 'padding_argument' if name == 'padding' else name)
+        if name == 'padding':  # its property has raised AttributeError: this says why
+            return self.window.padding_argument
         if name in ('weight', 'bias'):
             raise AttributeError(
                 f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
@@ -184,14 +185,14 @@ class ImageAttention(PrunableHeads):
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
 
     def get_extra_state(self) -> Tensor:
-        """Returns what the shapes do not say, see :attr:`settings`."""
+        """Returns :attr:`settings`, what the shapes do not say, as JSON in bytes."""
         return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`structure_in` has read it."""
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the number of heads in a state dict; of a convolution the layer takes all that it was built with."""
+        """Returns the number of heads in a state dict; for a convolution's, all that it was built with."""
         if _is_convolution(state_dict, prefix):
             return None if self.num_heads == self.built_heads else self.built_heads
         loaded = read_extra_state(state_dict, prefix)
@@ -240,9 +241,7 @@ def _is_convolution(state_dict: StateDict, prefix: str) -> bool:
 class QuadraticImageAttention(ImageAttention):
     """Heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9); arguments as of :class:`ImageAttention`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._init_positions('gaussian')
+    position = 'gaussian'
 
     def heads(self, x: Tensor) -> Tensor:
         shifts = self.window.shifts_to_pixels(x.shape[2:], self.encoding.center.device)
@@ -266,9 +265,7 @@ class QuadraticImageAttention(ImageAttention):
 class WindowImageAttention(ImageAttention):
     """Heads with any distribution over the pixels of the window; arguments as of :class:`ImageAttention`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._init_positions('table', self.window.kernel_size)
+    position = 'table'
 
     def heads(self, x: Tensor) -> Tensor:
         # A head looks only at its window, with the same probabilities everywhere.
@@ -316,19 +313,18 @@ class ContentImageAttention(ImageAttention):
         window_size: Optional[Sequence[int]] = None,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
         check_choice('position', position, POSITIONS)
         if position == 'table' and window_size is None:
             raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
+        self.position, self.window_size = position, None if window_size is None else tuple(window_size)
+        super().__init__(*args, **options)
         self.qk_dim = qk_dim
-        self.window_size = None if window_size is None else tuple(window_size)
         near = None if window_size is None else list(window_size)  # as JSON has it
         self.settings.update(content='gated' if gated else 'additive', window_size=near, qk_dim=qk_dim)
         dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
         self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         nn.init.zeros_(self.query.weight)
-        self._init_positions(position, window_size or ())
         gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
 
@@ -352,7 +348,7 @@ class ContentImageAttention(ImageAttention):
         return self._output_images(heads, sizes)
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
-        """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
+        """Returns the tiles along each axis of an image of ``size``; None if the whole image is computed at once."""
         # The number of tiles would limit the sizes of an exported graph.
         if self.window_size is None or any(isinstance(pixels, torch.SymInt) for pixels in size):
             return None
@@ -502,7 +498,7 @@ class GroupedLinear(nn.Linear):
 
 
 def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Returns slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with their zeros, ``(N, C_out, C_in)``.
+    """Fills up slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with zeros, ``(N, C_out, C_in)``.
 
     Examples:
         >>> block_diagonal(torch.ones(2, 1, 1), groups=2)

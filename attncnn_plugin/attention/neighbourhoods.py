@@ -62,7 +62,7 @@ class AxisTiles:
 
 
 def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """Returns the keys of the tiles of a padded image, ``(B, C, *padded)`` to ``(B, tiles, keys, C)``, with zeros."""
+    """Cuts a padded image, ``(B, C, *padded)``, into the keys of tiles, ``(B, tiles, keys, C)``, 0 beyond it."""
     ndim = len(axes)
     x = F.pad(x, [n for tiles in reversed(axes) for n in tiles.margins])
     for axis, tiles in enumerate(axes, start=2):
@@ -71,7 +71,7 @@ def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
 
 
 def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """Returns the queries of tiles, ``(B, C, *queries)`` to ``(B, tiles, t, C)``; zeros in the last tile's rest."""
+    """Cuts queries, ``(B, C, *queries)``, into tiles, ``(B, tiles, t, C)``; zeros fill up the last one."""
     ndim = len(axes)
     x = F.pad(x, [n for tiles in reversed(axes) for n in (0, tiles.number * tiles.length - tiles.queries)])
     for axis, tiles in enumerate(axes):

@@ -217,14 +217,14 @@ class PatchAttention(PrunableHeads):
         self.head_dims = tuple(self.head_dims[head] for head in heads)
 
     def get_extra_state(self) -> Tensor:
-        """Returns the widths and whether there is a null key as JSON, in bytes."""
+        """Returns the widths, and whether there is a null key, as JSON in bytes."""
         return write_extra_state(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`structure_in` has read it."""
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns ``qk_dim``, ``head_dims`` and whether there is a null key, of a state dict that has all entries."""
+        """Returns ``qk_dim``, ``head_dims`` and ``null_key`` in a state dict; None if they are the layer's own."""
         state = read_extra_state(state_dict, prefix)
         if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
             return None

@@ -228,7 +228,7 @@ class RelativeTables(nn.Module):
 
 
 def sinusoid(n: int, dim: int, like: Tensor) -> Tensor:
-    """Returns sines, then cosines, of 1 − n … n − 1, ``(2·n − 1, dim)`` (Vaswani et al. 2017, 3.5)."""
+    """Returns sines, then cosines, of the shifts 1 − n … n − 1, ``(2·n − 1, dim)`` (Vaswani et al. 2017, 3.5)."""
     shift = torch.arange(1 - n, n, device=like.device, dtype=like.dtype)
     frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
     angle = shift[:, None] * frequency

@@ -10,7 +10,7 @@ Device = Union[str, torch.device, None]
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Returns float16 and bfloat16 as float32, float32 and float64 as they are: the precision of all scores."""
+    """Casts float16 and bfloat16 to float32, but not float32 and float64: the precision of all scores."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -26,19 +26,19 @@ def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tenso
 
 
 def at_shifts(values: Tensor, size: int) -> Tensor:
-    """Returns ``values``, of the shifts 1 − size … size − 1, at δ of all queries and keys, ``(…, size, size)``."""
+    """Looks up ``values`` of the shifts 1 − size … size − 1 for all queries and keys, ``(…, size, size)``."""
     return at_shifts_backwards(values, size).flip(-1)
 
 
 def at_shifts_backwards(values: Tensor, size: int) -> Tensor:
-    """Returns :func:`at_shifts` from the last key to the first: then it is a view, of little memory."""
+    """Does what :func:`at_shifts` does, but from the last key to the first: a view, which takes little memory."""
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
         return values[..., axis_shifts(size, values.device).flip(-1) + size - 1]
     return values.flip(-1).unfold(-1, size, 1)
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns a table ``(N, 2·H − 1, 2·W − 1)`` at δ of all queries and keys of a grid, ``(N, H*W, H*W)``."""
+    """Looks up a table ``(N, 2·H − 1, 2·W − 1)`` for all queries and keys of a grid, ``(N, H*W, H*W)``."""
     columns = at_shifts(table, size[1]).movedim(1, -1)  # (N, q2, k2, δ1)
     return at_shifts(columns, size[0]).permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)
 
@@ -54,7 +54,7 @@ def over_chain(columns: Tensor, rows: Tensor, combine: Callable[[Tensor, Tensor]
 
 
 def row_major(pairs: Tensor) -> Tensor:
-    """Returns what :func:`over_chain` returns for all heads, row-major, ``(N, H*W, H*W)``."""
+    """Puts the pairs of :func:`over_chain`, of all heads, in row-major order, ``(N, H*W, H*W)``."""
     return pairs.flip(-2).mT.flatten(3).flatten(1, 2)
 
 

@@ -18,7 +18,7 @@ def softmax(scores: Tensor) -> Tensor:
 
 
 def without_subnormals(probs: Tensor) -> Tensor:
-    """Returns probabilities with those below 2⁻¹⁰⁰ at 0, of a product of two distributions for instance.
+    """Sets probabilities below 2⁻¹⁰⁰ to 0, such as those of a product of two distributions.
 
     Unless a graph is made they are the same tensor, changed in place, which takes a tenth of the time of a new one.
     """

@@ -1,4 +1,4 @@
-"""State dicts of another structure than the module that loads them, with fewer heads for instance."""
+"""Loading of state dicts whose structure differs from that of the module, such as fewer heads."""
 
 import json
 import warnings
@@ -21,7 +21,7 @@ class StructureError(ValueError, RuntimeError):
 
 
 def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
-    """Returns the refusal of a state dict that has more heads than the layer was built with."""
+    """Returns the error for a state dict with more heads than the layer was built with."""
     return StructureError(
         f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it with '
         'as many'
@@ -39,7 +39,7 @@ class Restructurable(nn.Module):
     _replaced_by_loading = False
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the structure that a state dict has for this module after ``prefix``; None for that of the module.
+        """Returns the structure that the entries after ``prefix`` need; None if it is the module's own.
 
         Raises:
             StructureError: No structure of this module explains the entries.
@@ -110,12 +110,12 @@ def try_loading(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -
 
 
 def write_extra_state(structure: Any) -> Tensor:
-    """Returns a structure of plain values as JSON in a ``uint8`` tensor, which every format of checkpoints has."""
+    """Encodes a structure of plain values as JSON in a ``uint8`` tensor, which every checkpoint format has."""
     return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8, device='cpu')
 
 
 def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
-    """Returns what :func:`write_extra_state` has put into a state dict for a module; None where it has nothing.
+    """Reads what :func:`write_extra_state` has put into a state dict for a module; None if there is nothing.
 
     Raises:
         StructureError: It is damaged.
@@ -131,7 +131,7 @@ def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
 
 
 def without_prefix(state_dict: Mapping[str, Any], prefix: str) -> 'OrderedDict[str, Any]':
-    """Returns a state dict, and its metadata, whose names begin after a prefix; names without it stay.
+    """Returns a state dict, and its metadata, without a prefix of names; names that do not have it stay.
 
     Raises:
         StructureError: An entry is there under both names.

@@ -13,12 +13,12 @@ _is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compil
 
 
 def is_exporting() -> bool:
-    """Returns whether a graph for images of any size is made: a branch that depends on the size would limit it."""
+    """Returns whether a graph for images of any size is being made, which a branch on the size would limit."""
     return _is_exporting() or torch.jit.is_tracing()
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Returns whether PyTorch's convolutions take images, ``(B, C, *size)``, or a kernel for channels last."""
+    """Returns whether PyTorch's convolutions treat images, ``(B, C, *size)``, or a kernel as channels last."""
     # Contiguous, whatever the size is, or copied to be it, as PyTorch does with images of one axis.
     if x.stride(-1) == 1 < x.shape[1] or (x.ndim == 3 and not x.is_contiguous()):
         return False

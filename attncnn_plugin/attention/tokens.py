@@ -263,7 +263,7 @@ class ContentAttention(GridAttention):
         return head_products(query.flatten(1, 2), self.key(x).flatten(1, 2), self.num_heads)
 
     def _position_terms(self, query: Tensor) -> List[Tensor]:
-        """Returns the terms of q·r_δ/√D or v·r_δ, ``(B, H*W, N_h, H, W)`` where they broadcast, of queries."""
+        """Returns the terms of q·r_δ/√D or v·r_δ for queries; they broadcast to ``(B, H*W, N_h, H, W)``."""
         height, width = query.shape[1:3]
         if self.tables is None:
             return [self.encoding.scores((height, width)).transpose(0, 1).unflatten(2, (height, width))]

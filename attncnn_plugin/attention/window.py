@@ -143,7 +143,7 @@ def same_window(
 
 
 def shown(value: Any) -> str:
-    """Returns an argument as an error shows it; of tensors and arrays, also in a list, the shapes.
+    """Formats an argument for an error message; tensors and arrays, in lists too, are shown by their shapes.
 
     Examples:
         >>> shown(torch.zeros(2, 3)), shown([1, 'a']), shown([torch.zeros(2), 'a'])
@@ -163,7 +163,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def per_axis(name: str, value: Sizes, ndim: int, least: int = 1) -> Tuple[int, ...]:
-    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
+    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` unless all are integers ≥ ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
     whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least for n in values)
     if len(values) != ndim or not whole:

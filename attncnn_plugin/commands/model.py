@@ -98,10 +98,8 @@ class LoadedModel:
         number = min(number, len(found))
         chosen = [found[i * len(found) // number] for i in range(number)]
         is_one = paths is not None and len(paths) == 1
-        return [
-            Picture(name_of(path), *self.read(path), label if is_one else None)
-            for path, label in tqdm(chosen, 'images', disable=None, leave=False)
-        ]
+        shown = tqdm(chosen, 'images', disable=None, leave=False)
+        return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in shown]
 
     def inputs(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
         """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
@@ -121,29 +119,27 @@ class LoadedModel:
         return None if self.shape is None else torch.rand(1, *self.shape)
 
     def batches(self, paths: Optional[Sequence[str]], number: int) -> Tuple[List[Any], Loss, str]:
-        """Returns batches of images, the loss of one with its number of right predictions, and what is right.
+        """Returns batches of images, the loss of one with its number of right predictions, and who says what is right.
 
         Raises:
             ValueError: As of :meth:`images`; the model gives no logits, or has other classes than the folder.
         """
         images = self.images(paths, number)
-        inputs = stacked(images).split(BATCH_SIZE)
+        inputs, labels = stacked(images).split(BATCH_SIZE), [image.label for image in images]
         with torch.no_grad():
-            logits = torch.cat(
-                [logits_of(self.model, own) for own in tqdm(inputs, 'images', disable=None, leave=False)]
-            )
-        if any(image.label is None for image in images):
-            labels, words = logits.argmax(1), 'the whole model predicts, as the images are in no subfolders'
+            logits = torch.cat([logits_of(self.model, own) for own in (inputs if None in labels else inputs[:1])])
+        if None in labels:
+            right, words = logits.argmax(1), 'the whole model predicts, as the images are in no subfolders'
         else:
-            folder = Path((paths or [''])[0])
-            classes = len([own for own in folder.iterdir() if own.is_dir()])
+            right, words = torch.tensor(labels), 'the subfolders say'
+            (folder,) = paths or ['']
+            classes = len([own for own in Path(folder).iterdir() if own.is_dir()])
             if classes != logits.shape[1]:
                 raise ValueError(
-                    f'--images {folder} has {classes} subfolders, but the model {logits.shape[1]} classes: give a '
-                    'folder for each, or images without subfolders, whose labels are what the model predicts'
+                    f'--images {folder} has {classes} folders, but the model {logits.shape[1]} classes: give a folder '
+                    'for each, or images without subfolders, whose labels are what the model predicts'
                 )
-            labels, words = torch.tensor([image.label for image in images]), 'the subfolders say'
-        return list(zip(inputs, labels.split(BATCH_SIZE))), loss_and_right, words
+        return list(zip(inputs, right.split(BATCH_SIZE))), loss_and_right, words
 
     def save(self, path: str) -> None:
         """Saves the model, in the form that it was read in."""
@@ -197,7 +193,12 @@ def loss_and_right(model: nn.Module, batch: Any) -> Tuple[Tensor, Tensor]:
 def progress(loss: Loss, number: int, what: str) -> Iterator[Loss]:
     """Yields the loss with a progress bar of so many calls, on a terminal."""
     with tqdm(total=number, desc=what, disable=None, leave=False) as bar:
-        yield lambda model, batch: bar.update() or loss(model, batch)  # type: ignore[func-returns-value]
+
+        def counted(model: nn.Module, batch: Any) -> Any:
+            bar.update()
+            return loss(model, batch)
+
+        yield counted
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:
@@ -221,10 +222,12 @@ def write_checkpoint(path: str, state_dict: Dict[str, Tensor], meta: Any = None)
             torch.save({'state_dict': state_dict, 'meta': meta or {}}, file)
 
 
-def load(args: Namespace, quiet: bool = False) -> LoadedModel:
-    """Returns the model that the options name; ``quiet`` is for weights that are meant to be random."""
+def load(args: Namespace) -> LoadedModel:
+    """Returns the model that the options name."""
     if args.timm:
-        return TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs), quiet)
+        if not (args.pretrained or args.checkpoint or args.verb == 'start'):
+            print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
+        return TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs))
     if args.hf:
         return HuggingFaceModel(args.hf)
     from ..mm import safe_loading  # noqa: F401
@@ -247,9 +250,8 @@ class TimmModel(LoadedModel):
         name (str): Its name in timm.
         checkpoint (str, optional): Its weights. Defaults to None.
         pretrained (bool): Whether to take timm's pretrained weights. Defaults to False. Without these and without a
-            checkpoint the weights are random, and a line on the standard error stream says so.
+            checkpoint the weights are random.
         settings (dict, optional): Of ``timm.create_model``, such as ``num_classes``.
-        quiet (bool): Whether to leave out that line. Defaults to False.
 
     Raises:
         FileNotFoundError: No such checkpoint.
@@ -262,7 +264,6 @@ class TimmModel(LoadedModel):
         checkpoint: Optional[str] = None,
         pretrained: bool = False,
         settings: Optional[Dict[str, Any]] = None,
-        quiet: bool = False,
     ) -> None:
         self.name, settings = name, settings or {}
         try:
@@ -284,8 +285,6 @@ class TimmModel(LoadedModel):
                     f'{checkpoint} does not fit {name}: {reason}; give the settings that it was trained with, such as '
                     '--model-kwargs num_classes=10 img_size=32, or another --timm'
                 ) from error
-        elif not pretrained and not quiet:
-            print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
         data = resolve_model_data_config(self.model)
         channels = settings.get('in_chans', data['input_size'][0])
         self.shape = (channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))

@@ -2,21 +2,13 @@
 
 import json
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List
 
+from .. import visualization
 from ..analysis import mean_attention, read_centers
 from ..analysis.recorder import attention_layers
-from ..visualization import (
-    plot_attention,
-    plot_attention_centers,
-    plot_attention_distance,
-    plot_attention_probs,
-    plot_center_movement,
-    plot_heads,
-    plot_metric,
-    save_figure,
-)
 from . import OF_RUNS
 from .model import load, stacked
 
@@ -26,14 +18,16 @@ METRICS = {'accuracy': 'accuracy/top1', 'loss': 'cross_entropy/mean'}
 def run(args: Namespace) -> List[str]:
     """Draws the figure."""
     if args.figure == 'distance':
-        figure = plot_attention_distance({label: read_report(path) for label, path in labelled(args.runs).items()})
+        figure = visualization.plot_attention_distance(
+            {label: read_report(path) for label, path in labelled(args.runs).items()}
+        )
     elif args.figure == 'movement':
-        figure = plot_center_movement(read_centers(*labelled(args.runs).values()))
+        figure = visualization.plot_center_movement(read_centers(*labelled(args.runs).values()))
     elif args.figure in OF_RUNS:
-        figure = plot_metric(labelled(args.runs), args.metric or METRICS[args.figure], dict(args.offsets))
+        figure = visualization.plot_metric(labelled(args.runs), args.metric or METRICS[args.figure], dict(args.offsets))
     else:
         figure = draw_model(args)
-    save_figure(figure, args.out)
+    visualization.save_figure(figure, args.out)
     return [f'Figure: {args.figure}', f'Saved {args.out}', 'Next: attncnn explore shows every query in the browser']
 
 
@@ -41,7 +35,9 @@ def draw_model(args: Namespace) -> Any:
     """Returns a figure of a model."""
     loaded = load(args)
     if args.figure in ('attention', 'heads'):
-        draw = plot_heads if args.figure == 'heads' else plot_attention
+        draw = (
+            visualization.plot_heads if args.figure == 'heads' else partial(visualization.plot_attention, overlay=True)
+        )
         return draw(loaded.model, loaded.inputs(args.images, args.num_images))
     layers = list(attention_layers(loaded.model).values())
     by_position = bool(layers) and all(layer.has_position_scores for layer in layers)
@@ -54,12 +50,14 @@ def draw_model(args: Namespace) -> Any:
         images = loaded.images(args.images, args.num_images)
         maps = mean_attention(loaded.model, stacked(images))
         maps = {name: own for name, own in maps.items() if own.num_images}
-        picture = images[0].pixels if len(images) == 1 else None
-        return plot_attention_probs(maps, args.query, zoom=None, image=picture, **numbers)
+        if len(images) == 1:
+            query = next(iter(maps.values())).of_query(args.query)[1]
+            return visualization.plot_attention(loaded.model, stacked(images), list(maps), query, True, **numbers)
+        return visualization.plot_attention_probs(maps, args.query, zoom=None, **numbers)
     maps = mean_attention(loaded.model, **loaded.of_position(args), part='position' if by_position else 'all')
     if args.figure == 'centers':
-        return plot_attention_centers(maps, query=args.query, **numbers)
-    return plot_attention_probs(maps, args.query, args.zoom or None, **numbers)
+        return visualization.plot_attention_centers(maps, query=args.query, **numbers)
+    return visualization.plot_attention_probs(maps, args.query, args.zoom or None, **numbers)
 
 
 def labelled(paths: List[str]) -> Dict[str, str]:

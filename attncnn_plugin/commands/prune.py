@@ -7,16 +7,8 @@ from typing import Dict, List, Mapping
 
 import torch
 
+from .. import pruning
 from ..heads.found import Heads, layer_names
-from ..pruning import (
-    find_degenerate_heads,
-    head_ablation,
-    head_costs,
-    head_importance,
-    least_important,
-    prunable_heads,
-    prune_heads,
-)
 from ..pruning.degenerate import depends_on_content
 from .model import LoadedModel, load, progress
 
@@ -26,7 +18,7 @@ def run(args: Namespace) -> List[str]:
     torch.manual_seed(args.seed)
     loaded = load(args)
     model, image = loaded.model, loaded.example()
-    every = prunable_heads(model, image)
+    every = pruning.prunable_heads(model, image)
     number = sum(layer.num_heads for layer in every.values())
     layers = {name: layer for name, layer in every.items() if fnmatchcase(name, args.layers)}
     if not layers:
@@ -35,14 +27,16 @@ def run(args: Namespace) -> List[str]:
         heads = layer_names(every, args.heads)
     elif args.criterion == 'degenerate':
         content = any(map(depends_on_content, every.values()))
-        found = find_degenerate_heads(model, inputs=loaded.inputs(args.images, args.num_images) if content else image)
+        found = pruning.find_degenerate_heads(
+            model, inputs=loaded.inputs(args.images, args.num_images) if content else image
+        )
         print(found)
         heads = {name: own for name, own in found.items() if name in layers}
     else:
         heads = by_score(loaded, layers, args)
-    cost = lambda: None if image is None else head_costs(model, lambda: model(image))[0]  # noqa: E731
+    cost = lambda: None if image is None else pruning.count_multiply_adds(model, lambda: model(image))[0]  # noqa: E731
     before = cost()
-    change = prune_heads(model, heads, image)
+    change = pruning.prune_heads(model, heads, image)
     after = cost()
     loaded.save(args.out)
     for layer in change.layers if args.criterion != 'degenerate' else ():
@@ -68,17 +62,17 @@ def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) 
         passes = len(batches) * (2 + 2 * number if ablating else 1)
         with progress(loss, passes, f'{number} heads') as counted:
             if ablating:
-                scores = head_ablation(model, batches, counted, names).zero_loss
+                scores = pruning.head_ablation(model, batches, counted, names).zero_loss
             else:
-                scores = head_importance(model, batches, counted, layers=names)
+                scores = pruning.head_importance(model, batches, counted, layers=names)
         print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
     keep = args.keep if args.share is None else 1 - args.share
     costs = None
     if args.multiply_adds is not None:
         if image is None:
             raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')
-        costs = head_costs(model, lambda: model(image))
-    return least_important(scores, args.threshold, keep, args.multiply_adds, costs)
+        costs = pruning.head_costs(model, lambda: model(image))
+    return pruning.least_important(scores, args.threshold, keep, args.multiply_adds, costs)
 
 
 def short(number: float) -> str:

@@ -9,7 +9,8 @@ from ..analysis import head_report
 from .model import load
 
 LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
-3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one"""
+3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
+random 3x3: relative error of the nearest that the heads could be, with other values, to a random 3x3 kernel"""
 
 
 def run(args: Namespace) -> List[str]:

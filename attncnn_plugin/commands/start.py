@@ -12,7 +12,7 @@ from .model import load
 def run(args: Namespace) -> List[str]:
     """Starts the model and saves it."""
     torch.manual_seed(args.seed)
-    loaded = load(args, quiet=True)
+    loaded = load(args)
     start = init_as_convolution(loaded.model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts)
     print(start)
     loaded.save(args.out)

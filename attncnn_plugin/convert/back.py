@@ -93,11 +93,12 @@ def mhsa_to_conv(
 
 @torch.no_grad()
 def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> Tuple[Computed, ConvFit]:
-    """Returns what the convolution of :func:`mhsa_to_conv` with a window computes, and its fit.
+    """Finds the kernel of :func:`mhsa_to_conv` for a window; returns what its convolution computes, and the fit.
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
-    if not _ignores_content(layer):
+    # Attention by content without queries or keys yet has the same probabilities for all images.
+    if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
@@ -138,11 +139,6 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
 
-def _ignores_content(layer: Any) -> bool:
-    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
-    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
-
-
 def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Iterator[Tensor]:
     """Yields the probabilities of attention that does not see content (yet), ``(some heads, Q, pixels)``, float64."""
     numbers, exact = range(layer.num_heads), copy.deepcopy(layer).cpu().double()
@@ -160,7 +156,7 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
 
 
 def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> Window:
-    """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
+    """Returns the window of a layer; for attention over a grid, the one that is asked for."""
     window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode

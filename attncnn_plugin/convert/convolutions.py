@@ -1,4 +1,4 @@
-"""What convolutions of any class compute."""
+"""The kernel, the bias and the window by which a convolution of any class computes."""
 
 import copy
 import math
@@ -41,10 +41,6 @@ class Computed:
     def in_channels(self) -> int:
         return self.weight.shape[1] * self.groups
 
-    @property
-    def out_channels(self) -> int:
-        return len(self.weight)
-
     def __call__(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C_in, *size)`` to the output."""
         window, own = self.window, (self.weight, self.bias)
@@ -53,7 +49,7 @@ class Computed:
 
 @torch.no_grad()
 def computed(conv: Any) -> Computed:
-    """Returns what a convolution computes, of whatever class it is, as a run of it shows.
+    """Finds what a convolution of any class computes, by running it.
 
     A copy with random weights runs on small random images, in float64 on the CPU. Its outputs must be those of the
     window that the attributes describe, or of the same window padded to ⌈size/stride⌉ outputs (timm's ``Conv2dSame``),
@@ -103,7 +99,7 @@ def computed(conv: Any) -> Computed:
 
 
 def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a copy of a convolution whose parameters and buffers are what a function returns for its own."""
+    """Copies a convolution, and each of its parameters and buffers by a function."""
     known: Dict[int, Any] = {id(buffer): new(buffer) for buffer in conv.buffers()}
     for parameter in conv.parameters():
         known[id(parameter)] = own = nn.Parameter(new(parameter), requires_grad=parameter.requires_grad)
@@ -114,7 +110,7 @@ def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
 
 
 def moved_copy(x: Tensor, device: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a copy on a device, unless it has no values, and with a dtype, if it has floating numbers."""
+    """Copies a tensor to a device, unless it has no values, and to a dtype, if its numbers are floating-point."""
     dtype = dtype if x.is_floating_point() else x.dtype
     return x.detach().to(x.device if x.is_meta else device, dtype, copy=True)
 
@@ -141,7 +137,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _run(trial: Any, x: Tensor) -> Tuple[Any, Tensor, Optional[Tensor]]:
-    """Returns the output of a convolution in evaluation mode, and the weight and the bias that it was computed with."""
+    """Runs a convolution in evaluation mode; returns its output, and the weight and bias it was computed with."""
     for module in trial.modules():
         module.training = False
     try:
@@ -162,7 +158,7 @@ def _near(expected: Tensor, output: Any) -> bool:
 
 
 def convolution_with(like: Computed) -> Convolution:
-    """Returns a convolution of PyTorch, or timm's ``Conv2dSame``, that computes this, with these tensors.
+    """Builds the convolution of PyTorch, or timm's ``Conv2dSame``, that computes this, with these tensors.
 
     Raises:
         ValueError: No convolution has such a window.
@@ -181,7 +177,7 @@ def convolution_with(like: Computed) -> Convolution:
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
             "it pads both sides alike, or with stride 1 as padding='same'"
         )
-    arguments = like.in_channels, like.out_channels, window.kernel_size, window.stride
+    arguments = like.in_channels, len(like.weight), window.kernel_size, window.stride
     conv = kind(*arguments, device='meta', **options)
     conv.weight = nn.Parameter(like.weight)
     conv.bias = None if like.bias is None else nn.Parameter(like.bias)

@@ -139,7 +139,7 @@ def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
 
 
 def _convert_each(layers: Named, convert: Callable[[Any], Tuple[Any, Any]]) -> Tuple[Named, Named]:
-    """Returns the layers after their conversion and its reports, by name; an error names the layer."""
+    """Converts layers, by name; returns the new ones and their reports. An error names the layer."""
     converted: Dict[str, Any] = {}
     reports: Dict[str, Any] = {}
     for name, layer in layers.items():
@@ -192,7 +192,7 @@ def _in_words(module: nn.Module, structure: Any, when: str) -> str:
 
 
 def in_words(layer: Any) -> str:
-    """Returns what a layer is: a convolution by its kernel, attention by its heads, any other by its class."""
+    """Describes a layer: a convolution by its kernel, attention by its heads, any other by its class."""
     if isinstance(layer, CONVOLUTIONS):
         kernel, stride = (own if isinstance(own, tuple) else (own,) for own in (layer.kernel_size, layer.stride))
         name = f'{"×".join(map(str, kernel))} kernel'
@@ -231,7 +231,7 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
 
 
 def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
-    """Returns the convolutions of a model, transposed ones included, that names, globs or a predicate choose, by name.
+    """Returns the convolutions of a model, by name, that names, globs or a predicate choose, also transposed ones.
 
     It raises ``ValueError`` for what chooses none.
     """

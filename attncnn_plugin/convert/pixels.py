@@ -231,7 +231,7 @@ class OwnConvolution:
     conv: Any
 
     def like(self, attention: ImageAttention) -> Any:
-        """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
+        """Returns a copy with the device, the dtype, the mode and the ``requires_grad`` of a layer."""
         to = attention.value.weight
         conv = copy_with(self.conv, lambda x: moved_copy(x, to.device, to.dtype))
         for key, own in attention.value.named_parameters(recurse=False):
@@ -239,7 +239,7 @@ class OwnConvolution:
         return conv.train(attention.training)
 
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
-        """Returns the convolution with a kernel, and the largest error of an output for pixels of norm 1.
+        """Returns the convolution with a new kernel, and the largest error of an output for pixels of norm 1.
 
         There is an error where it computes its weights, and those that it has, from when it became attention, give
         another kernel.
@@ -269,11 +269,11 @@ class OwnConvolution:
 
 
 def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> ImageAttention:
-    """Returns attention that can replace a convolution that computes ``plain``, with values yet to be set.
+    """Builds attention that can replace a convolution that computes ``plain``; its values are yet to be set.
 
     The settings are those of :func:`check_settings`.
     """
-    arguments = plain.in_channels, plain.out_channels, math.prod(plain.window.kernel_size), plain.window
+    arguments = plain.in_channels, len(plain.weight), math.prod(plain.window.kernel_size), plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention

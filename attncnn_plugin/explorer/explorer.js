@@ -107,15 +107,16 @@ function summaryOf(l, head) {
   const id = [l, head, state.part].join();
   if (summaries[id] || !images) return summaries[id];
   const count = images[0].bytes.shape[2], number = rows.length * columns.length, none = tall * wide;
-  const up = Math.max(...rows), left = Math.max(...columns), across = left + wide - Math.min(...columns);
-  const shifts = (up + tall - Math.min(...rows)) * across;
+  const [down, right] = [rows, columns].map((places) => places.map((place) => Math.round(place)));
+  const up = Math.max(...down), left = Math.max(...right), across = left + wide - Math.min(...right);
+  const shifts = (up + tall - Math.min(...down)) * across;
   const sums = new Float64Array(shifts), times = new Float64Array(shifts);
   const low = new Float64Array(shifts).fill(1), high = new Float64Array(shifts);
   let entropy = 0, beside = 0;
   for (const {bytes: {values}, largest, beside: {shape, values: given}} of images) {
     for (let q = 0; q < number; q++) {
       const row = head * (others.length + number) + others.length + q, most = largest.values[row];
-      const from = (up - rows[Math.floor(q / columns.length)]) * across + left - columns[q % columns.length];
+      const from = (up - down[Math.floor(q / columns.length)]) * across + left - right[q % columns.length];
       let sum = 0, logs = 0;
       for (let k = 0; k < count; k++) {
         const key = keys ? keys.values[(others.length + q) * count + k] : k;
@@ -178,23 +179,28 @@ function sentence(l, head) {
   const {share, low, high, spread, beside} = found, range = `${percent(low)} to ${percent(high)}`;
   let text = `Head ${head} of ${label}`, most = tokenAt(found.shift);
   if (centers) {
-    const where = tokenAt(centers[head]), rounded = (width) => width > 2 * Math.max(...grid) ? '∞' : Number(width.toPrecision(2));
+    const where = tokenAt(centers[head]), widest = 2 * Math.max(...grid);
+    const rounded = (width) => width > widest ? '∞' : Number(width.toPrecision(2));
     const widths = [...new Set(widthsOf(factors[head]).map(rounded))].join(' by ');
     text += ` is a Gaussian, ${widths === '∞' ? 'wider than the image' : `${widths} tokens wide`}, around ${where}. It`;
     if (where === most) most = 'that token';
   }
+  const number = keys ? keys.shape[1] : grid[0] * grid[1];
+  const over = `spreads over about ${Number(spread.toPrecision(2))} of ${number} tokens`;
+  if (spread > 0.9 * number) return `${text} is nearly uniform: it ${over}.`;
   text += share >= 0.5 ? ` gives ${most} ${percent(share)} of its attention on average` :
-    ` spreads over about ${Number(spread.toPrecision(2))} of ${keys ? keys.shape[1] : grid[0] * grid[1]} tokens; ` +
-    `on average ${most} gets most, ${percent(share)}`;
+    ` ${over}; on average ${most} gets most, ${percent(share)}`;
   text += byPosition ? `, whatever the image (${range}, by query).` : low >= 0.5 ?
     `, in all images here (${range}, by image and query).` : `. It depends on the image and the query: ${range}.`;
   return beside < 0.1 || !others.length ? text : `${text} ${percent(beside)} goes to ${listed(others)}.`;
 }
 
+const whole = (at, number) => Number.isInteger(at) ? at : number;  // a query of pooled keys is between their rows
 const place = ({row, column}) => `(${row}, ${column})`;
-const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${row}, column ${column}`;
+const spoken = ({row, column, i, j, name}) => name ? `token ${name}` : `row ${whole(row, i)}, column ${whole(column, j)}`;
 const listed = (names) => names.length < 3 ? names.join(' and ') : `${names[0]} … ${names[names.length - 1]}`;
-const nameOf = (layer, head) => `${page.layers[layer].label.replace(/^block /, 'Block ')}, head ${head}`;
+const titleOf = ({label}) => label.replace(/^[bs](?=\w+ \d)/, (first) => first.toUpperCase());
+const nameOf = (layer, head) => `${titleOf(page.layers[layer])}, head ${head}`;
 
 /** A number with as many digits as its error leaves, four at most. */
 function number(value, error = 0) {
@@ -436,7 +442,7 @@ function renderQuery(center) {
   drawPicture(context, pictures[state.image]);
   drawQuery(context, layer, query);
   if (center) drawCenter(context, query, center, layer.grid);
-  byId('query-place').textContent = query.name ? `Token ${query.name}` : `Row ${query.row}, column ${query.column}`;
+  byId('query-place').textContent = query.name ? `Token ${query.name}` : spoken(query).replace('row', 'Row');
   byId('lock').setAttribute('aria-pressed', String(state.locked));
   byId('lock').textContent = state.locked ? 'Locked' : 'Lock';
   byId('image-name').textContent = picture;
@@ -454,7 +460,7 @@ function renderTokens(shown, ramp) {
     item.hidden = i >= others.length;
     item.classList.toggle('query', i === shown?.query.number);
     swatch.style.backgroundColor = shown ? `rgb(${colourOf(p, shown, ramp).subarray(0, 3).join(' ')})` : '';
-    text.textContent = number(p);
+    text.textContent = number(p, p / 100);  // 3 digits
   });
 }
 
@@ -469,7 +475,8 @@ function renderMap(shown, ramp) {
   byId('map-title').textContent = title;
   byId('grid').textContent =
     `${grid.join('×')} tokens, ${rows.length}×${columns.length} queries` +
-    (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.');
+    (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.') +
+    (layer.least < 0 ? ` Weights below 0, down to ${layer.least.toPrecision(2)}, count as 0: heads are mixed.` : '');
   const own = state.scale === 'own';
   byId('ramp').classList.toggle('own', own);
   byId('ramp-start').textContent = own ? '0' : '1/10×';
@@ -487,7 +494,7 @@ function renderNumbers({largest, most, near, center, beside, rest}) {
     'largest-place': place(largest), 'largest': number(most), 'center': shift(center), 'encoded-center': shift(encoded),
     'near': near === null ? '–' : number(near, 3 * most / 255),  // √9 times that of one: they are not alike
     'total': beside.length ? number(Math.max(1 - rest, 0)) : '',
-    'total-rest': others.length ? `The rest, ${number(rest)}, lies on ${listed(others)}: tokens beside the image.` :
+    'total-rest': others.length ? `The rest, ${number(rest)}, lies on ${listed(others)}, beside the image.` :
       'The rest lies outside.',
   };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
@@ -745,14 +752,13 @@ async function start() {
     part: parts[parts.length - 1], query: Math.floor(height / 2) * width + Math.floor(width / 2)});
   Object.assign(state, mostLocal());
   byId('left-out').textContent = page.leftOut.length ?
-    `Not shown: ${page.leftOut.join(', ')}, whose queries and keys are not the same patches of a grid, or which has ` +
-    'negative weights.' : '';
+    `Not shown: ${page.leftOut.join(', ')}, whose queries or keys are not the patches of a grid.` : '';
   for (const id of ['query', 'map']) {
     byId(id).style.aspectRatio = width / height;
     byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high
   }
-  byId('grid').hidden = page.layers.every(({grid, rows, columns, keys}) =>
-    !keys && String([...grid, rows.length, columns.length]) === String([...page.grid, ...page.grid]));
+  byId('grid').hidden = page.layers.every(({grid, rows, columns, keys, least}) =>
+    !keys && !(least < 0) && String([...grid, rows.length, columns.length]) === String([...page.grid, ...page.grid]));
   buildTable();
   buildTokens();
   listen();

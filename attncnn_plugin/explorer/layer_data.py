@@ -6,9 +6,11 @@ A layer has
 - ``centers`` and ``factors``: Δ of its heads, ``(N_h, 2)``, and M with Σ⁻¹ = MMᵀ, ``(N_h, 2, 2)``, only where they are
   Gaussian and do not depend on an image;
 - ``grid``: height H and width W of its keys, in patches, tokens or pixels;
-- ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding;
+- ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding, and with
+  keys or queries that are pooled some lie between rows;
 - ``others``: the names of the T tokens beside the grid: ``cls``, the one that the model reads, ``extra 2``, …. They are
   queries too, the first ones: there are N = T + rows · columns queries;
+- ``least``: the least weight, where heads that are mixed after the softmax have negative ones, which count as 0;
 - ``keys``: null where a query sees all K = H·W keys. In windows the numbers of the K = M keys in the window of each
   query, ``(N, M)``, H·W for those that it does not see;
 - ``parts``: of ``position``, ``content`` and ``both`` those that the layer has, or ``attention`` of another library's
@@ -33,7 +35,7 @@ import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import are_between_patches, layer_labels, probs_of_scores, warn_of
+from ..analysis.layer_maps import in_batches, layer_labels, probs_of_scores
 from ..analysis.recorder import no_attention, observe
 from ..attention import AttentionLayer
 from ..attention.window import shown
@@ -44,77 +46,67 @@ MAX_PAIRS = 2**20  # of a query and a key, for each head
 ROUNDING = 1e-5  # of a sum of probabilities
 
 
-def layers_of(model: nn.Module, images: Sequence[Any], call: Call = None) -> Tuple[List[Dict[str, Any]], List[str]]:
-    """Returns the data of all attention of a model between the tokens of images, and the names of what is left out.
-
-    Args:
-        model (nn.Module): The model.
-        images (Sequence[Any]): Inputs of the model, of one image each.
-        call (Callable, optional): See :func:`~attncnn_plugin.attention_maps`. Defaults to None.
-    """
+def layers_of(model: nn.Module, images: Any, call: Call) -> Tuple[List[Dict[str, Any]], List[str]]:
+    """Returns the data of all attention of a model between the tokens of images, and the names of what is left out."""
     model = unwrap_model(model)
     found: Dict[str, Dict[str, Any]] = {}
     others: Dict[str, Tuple[int, ...]] = {}
-    tokens: Dict[str, List[float]] = {}
     windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
 
-    def add(name: str, grid: Sequence[int], places: Any, parts: Any, **gaussians: Any) -> None:
+    def add(name: str, grid: Sequence[int], places: Any, parts: Any, **more: Any) -> None:
         heads, (rows, columns) = len(next(iter(parts.values()))[0]) if parts else 0, map(list, places)
         layer = dict(heads=heads, grid=list(grid), rows=rows, columns=columns, others=[], keys=None, parts={})
-        own = found.setdefault(name, {**layer, **gaussians})
+        own = found.setdefault(name, {**layer, **more})
         for part, (probs, beside) in parts.items():
-            largest = probs.amax(-1, keepdim=True)
+            if not probs.isfinite().all():
+                raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+            own['least'] = min(own.get('least', 0), probs.min().item())
+            largest = (probs := probs.clamp(min=0)).amax(-1, keepdim=True)
             roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
-            tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside)
+            tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside.clamp(min=0))
             own['parts'].setdefault(part, []).append({key: packed(own.numpy()) for key, own in tensors.items()})
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
         size = layer.grid_of(x)
         places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
         _check_pairs(name, size, math.prod(size))
-        of_parts = _own_probs(layer, x) if layer.num_heads else {}
+        of_parts = _own_probs(layer, x, size) if layer.num_heads else {}
         parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
-        if not all(probs.isfinite().all() for probs, _ in parts.values()):
-            raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
         heads = None if layer.depends_on_content else layer.gaussian_heads()
         gaussians = {} if heads is None else dict(centers=heads.center.tolist(), factors=heads.factor.tolist())
         add(name, size, places, parts, **gaussians)
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        probs = probs.float().cpu()
-        same = places.are_windows or places.queries is not None and torch.equal(places.queries, places.keys)
-        if not are_between_patches(name, probs, places) or not same:
+        if not _are_on_grids(places):
             others[name] = tuple(probs.shape)
             return
-        (_, query, grid), (_, key, _) = cells(places.queries.cpu()), cells(places.keys.cpu())
-        _check_pairs(name, grid, key.shape[1])
+        (_, query, size), (_, key, grid) = cells(places.queries.cpu()), cells(places.keys.cpu())
+        _check_pairs(name, size, key.shape[1])
         where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
         where = where[(query < 0).sum() :] if places.are_windows else where
-        sees = places.sees(probs).flatten(0, 1)[where]
-        probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
+        sees = places.sees(probs).flatten(0, 1)[where].cpu()
+        probs = probs.float().cpu().transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
         if places.are_windows:
-            keys = key[where // query.shape[1]]
+            numbers, keys = [], key[where // query.shape[1]]
             beside = _outside((probs * (keys < 0)).sum(-1))
             probs = probs.masked_fill(keys < 0, 0)
             windows[name] = keys, windows.get(name, (None, False))[1] | sees
         else:
-            tokens[name] = places.keys[0, key[0] < 0].tolist()
+            numbers = places.keys[0, key[0] < 0].tolist()
             order = key[0].argsort(stable=True)
-            beside, probs = probs[..., order].split([len(tokens[name]), math.prod(grid)], -1)
-        add(name, grid, map(range, grid), dict(attention=(probs, beside)))
+            beside, probs = probs[..., order].split([len(numbers), math.prod(grid)], -1)
+        middles = [[(i + 0.5) * keys / own - 0.5 for i in range(own)] for own, keys in zip(size, grid)]
+        add(name, grid, middles, dict(attention=(probs, beside)), others=numbers)
 
-    for image in images:
+    for image in in_batches(images, 1):
         try:
             read = observe(model, image, visit, call=call, visit_own=visit_own)
         except Exception as error:  # of the model, too
             raise ValueError(f'no page of a {type(model).__name__} with images={shown(image)}: {error}') from error
-        if not any(own['parts'].keys() - {'position'} for own in found.values()):  # the same on all images
-            break
     if not found:
         raise no_attention(model, others)
-    warn_of(model, others)
-    for name, numbers in tokens.items():
-        found[name]['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(numbers)]
+    for layer in found.values():
+        layer['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(layer['others'])]
     for name, (keys, seen) in windows.items():
         whole = keys.masked_fill(~seen, math.prod(found[name]['grid']))
         found[name]['keys'] = packed(whole.numpy().astype(np.int32))
@@ -128,18 +120,27 @@ def layers_of(model: nn.Module, images: Sequence[Any], call: Call = None) -> Tup
 
 def packed(array: np.ndarray) -> Dict[str, Any]:
     """Returns an array as it is in the data."""
-    data = array.astype(array.dtype.newbyteorder('<')).tobytes()
-    text = base64.b64encode(gzip.compress(data, mtime=0)).decode()
-    return dict(dtype=array.dtype.name, shape=array.shape, data=text)
+    data = gzip.compress(array.astype(array.dtype.newbyteorder('<')).tobytes(), mtime=0)
+    return dict(dtype=array.dtype.name, shape=array.shape, data=base64.b64encode(data).decode())
 
 
-def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
+def _own_probs(layer: AttentionLayer, x: Tensor, size: Tuple[int, int]) -> Dict[str, Tensor]:
     """Returns the probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
-    size = layer.grid_of(x)
     if not layer.depends_on_content:
         return {'position': layer.attention_probs(size).float().cpu()}
     parts = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
     return {part: probs_of_scores(scores_of(x), size)[0].cpu() for part, scores_of in parts.items()}
+
+
+def _are_on_grids(places: Places) -> bool:
+    """Says whether the queries are all places of a grid, once each, and the keys are, or are those in windows."""
+    if places.queries is None or places.keys is None:
+        return False
+    (_, query, (tall, wide)), (_, key, (height, width)) = cells(places.queries), cells(places.keys)
+    once = [(place[place >= 0].bincount(minlength=2) == 1).all() for place in (query, key)]
+    alike = max(tall * width, wide * height) < 2 * min(tall * width, wide * height)  # pooled along both axes
+    same = torch.equal(places.queries[query < 0], places.keys[key < 0])
+    return bool(once[0] and (places.are_windows or once[1] and alike and same))
 
 
 def _outside(mass: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Sequence
 
 import numpy as np
+from PIL import Image
 from torch import nn
 
-from ..analysis.layer_maps import in_batches
 from ..heads.found import Call
 from .layer_data import layers_of, packed
 
@@ -31,13 +31,14 @@ def explorer_page(
 
     It opens on the most local head: the one with the largest mean probability of one shift from query to key. Each
     probability is within 1/255 of the largest one of its query, which is exact. Each layer shows its query that is
-    nearest to the chosen token. The page names attention that it leaves out, such as that to pooled keys.
+    nearest to the chosen token. The page names attention that it leaves out, such as that of a class token alone.
 
     Args:
-        model (nn.Module): Any model with softmax attention between all patches of a grid, of this package or of others,
-            see :func:`~attncnn_plugin.analysis.mean_attention`.
+        model (nn.Module): Any model with softmax attention whose queries and keys are patches of a grid, of this
+            package or of others: in windows, with tokens beside the grid, with pooled queries or keys.
         images (Tensor | Mapping): ``(B, C, H, W)``, the input of ``model``, or keyword arguments with batches of these.
-        pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
+        pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB; or
+            images of PIL.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….
         title (str): Title of the page. Defaults to ``'Attention explorer'``.
         about (str): A line on the network, such as its accuracy. Defaults to none.
@@ -59,22 +60,18 @@ def explorer_page(
     if not number == len(pictures) == len(names) > 0:
         numbers = f'{number}, {len(pictures)} and {len(names)}'
         raise ValueError(f'images, pictures and names are {numbers}: give as many of each, at least one')
-    data: Dict[str, Any] = dict(names=names, pictures=[packed(_rgb(picture)) for picture in pictures])
-    data['layers'], data['leftOut'] = layers_of(model, in_batches(images, 1), call)
-    data['grid'] = [max(sizes) for sizes in zip(*(layer['grid'] for layer in data['layers']))]
+    if wrong := [own.dtype for own in map(np.asarray, pictures) if own.dtype != np.uint8]:
+        raise ValueError(f'pictures are of {wrong[0]}, but must be uint8')
+    rgb = [np.asarray(Image.fromarray(np.asarray(own)).convert('RGB')) for own in pictures]
+    data: Dict[str, Any] = dict(names=names, pictures=list(map(packed, rgb)))
+    data['layers'], data['leftOut'] = layers_of(model, images, call)
+    axes = enumerate(('rows', 'columns'))
+    data['grid'] = [max(max(own['grid'][i], len(own[axis])) for own in data['layers']) for i, axis in axes]
     text = json.dumps(data, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
     page = _filled(dict(title=html.escape(title), about=html.escape(about), back=html.escape(back), data=text))
     if (size := len(page.encode())) > max_bytes:
         raise ValueError(f'the page takes {size:,} bytes, more than {max_bytes=:,} (--max-size): give fewer images')
     return page
-
-
-def _rgb(picture: np.ndarray) -> np.ndarray:
-    picture = np.asarray(picture)
-    if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or picture.ndim == 3 and picture.shape[2] != 3:
-        given = f'{picture.dtype} and shape {picture.shape}'
-        raise ValueError(f'a picture is of {given}, but uint8 and (h, w) or (h, w, 3) are expected')
-    return np.broadcast_to(picture[..., None], (*picture.shape, 3)) if picture.ndim == 2 else picture
 
 
 def _filled(texts: Dict[str, str]) -> str:

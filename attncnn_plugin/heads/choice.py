@@ -1,7 +1,7 @@
 """Which attention of a model is meant, by its names."""
 
 from fnmatch import fnmatchcase
-from typing import Callable, Dict, Iterable, Optional, Union
+from typing import Callable, Dict, Iterable, Union
 
 from ..attention.window import shown
 
@@ -33,9 +33,3 @@ def chosen_by(layers: Layers) -> Chosen:
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f'layers={shown(layers)} must be names, globs such as "blocks.1?.*", or a function of a name')
     return Chosen(lambda name: any(fnmatchcase(own, glob) for glob in globs for own in (name, name.partition('#')[0])))
-
-
-def module_in(name: str, modules: Iterable[str]) -> Optional[str]:
-    """Returns which of some modules attention of a name is in; None for none."""
-    inside = f'{name.partition("#")[0]}.'
-    return next((own for own in modules if not own or inside.startswith(f'{own}.')), None)

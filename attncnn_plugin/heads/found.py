@@ -23,7 +23,7 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads, check_heads
 from ..attention.window import shown
 from ..change import held_by, undone
-from .seen import AnyAttention, FunctionsSeen, watching
+from .seen import AnyAttention, watching, watching_outputs
 from .sizes import compute_anew, record_of
 
 Run = Callable[[], Any]
@@ -131,23 +131,15 @@ def same_numbers() -> Iterator[None]:
 def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
     """Returns the heads of all attention that runs, by its names, without their entries in parameters."""
     found: Dict[str, Heads] = {}
-    noted: List[AnyAttention] = []
 
-    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
-        noted.append(attention)
-        return output
+    def see(name: str, attention: AnyAttention, output: Tensor) -> None:
+        if isinstance(attention.owner, PrunableHeads):
+            found[name] = attention.owner
+            return
+        own: Any = found.setdefault(name, FoundHeads(name, model, attention.num_heads))
+        own.axes[attention.name] = attention.heads
 
-    def end(functions: FunctionsSeen, output: Any) -> None:
-        for attention in noted:
-            name = attention.name.partition('#')[0]
-            if isinstance(attention.owner, PrunableHeads):
-                found[name] = attention.owner
-                continue
-            own = found.setdefault(name, FoundHeads(name, model, attention.num_heads))
-            own.axes[attention.name] = attention.heads
-        noted.clear()
-
-    with evaluating(model), same_numbers(), torch.no_grad(), watching(model, wanted=wanted, touch=touch, end=end):
+    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see, wanted):
         run()
     return found
 

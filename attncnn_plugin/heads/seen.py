@@ -103,6 +103,31 @@ def watching(
             watch.functions.__exit__(None, None, None)
 
 
+@contextmanager
+def watching_outputs(
+    model: nn.Module,
+    see: Callable[[str, 'AnyAttention', Tensor], None],
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[None]:
+    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
+
+    The name is that of the module in which the attention runs, once more for each time it does.
+    """
+    noted: List[Tuple[AnyAttention, Tensor]] = []
+
+    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
+        noted.append((attention, output.detach()))
+        return output
+
+    def end(functions: 'FunctionsSeen', output: Any) -> None:
+        for attention, own in noted:
+            see(attention.name.partition('#')[0], attention, own)
+        noted.clear()
+
+    with watching(model, wanted=wanted, touch=touch, end=end):
+        yield
+
+
 class Watch(threading.local):
     """The modules of a watched model that run in a thread.
 

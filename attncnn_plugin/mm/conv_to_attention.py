@@ -64,14 +64,14 @@ class ConvToAttention(Restructurable):
         return _new_instance, type(self).__bases__[1:], reduced[2]
 
     def _convolutions(self) -> List[str]:
-        """Returns the layers to become attention that are convolutions."""
+        """Returns the chosen layers that still are convolutions."""
         layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion['layers']}
         return [name for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)]
 
 
 @functools.cache
 def _with_phases(own: Type[nn.Module]) -> Any:
-    """Returns the class that inherits from :class:`ConvToAttention` and then from that of a backbone."""
+    """Returns the class of a backbone with phases: it inherits from :class:`ConvToAttention`, then from its own."""
     names = {'__module__': own.__module__, '__doc__': own.__doc__}
     return type(f'{own.__name__}ToAttention', (ConvToAttention, own), names)
 

@@ -1,4 +1,4 @@
-"""Models take the structure of the checkpoint that a run loads; what hooks that change a model have in common."""
+"""The hook that gives a model the structure of the checkpoint of its run, and the base of hooks that change models."""
 
 from typing import Tuple
 

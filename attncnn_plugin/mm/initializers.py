@@ -1,4 +1,4 @@
-"""Starts of mmengine's ``init_cfg`` for the vision transformers of mmpretrain."""
+"""Initializers for mmengine's ``init_cfg``: starts of the vision transformers of mmpretrain."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
+"""Hooks for trainings that survive killed processes, full disks and damaged files, of any model."""
 
 import contextlib
 import os

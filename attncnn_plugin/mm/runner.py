@@ -44,7 +44,7 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
 
 
 def head_numbers(runner: Runner, counts: Mapping[str, int]) -> Dict[str, List[int]]:
-    """Returns what the heads of layers, by name, were called when the training began, of so many that are left."""
+    """Returns the numbers that the heads of layers, of which so many are left, had when the training began."""
     known = runner.message_hub.runtime_info.get(HEAD_NUMBERS, {})
     return {name: list(known.get(name, range(count))) for name, count in counts.items()}
 
@@ -133,7 +133,7 @@ def add_scalars(runner: Runner, scalars: Dict[str, float], step: int) -> None:
 
 
 def training_loss(model: BaseModel, batch: Any) -> Tensor:
-    """Returns the loss that a model is trained with, on a batch of a data loader as it is for tests: images unmixed."""
+    """Computes the training loss on a batch of a data loader, preprocessed as for tests: no images are mixed."""
     data = model.data_preprocessor(batch, False)
     losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
     return model.parse_losses(losses)[0]

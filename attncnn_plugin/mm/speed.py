@@ -1,4 +1,4 @@
-"""Makes trainings on a CPU faster: numbers of 16 bits."""
+"""Mixed precision with bfloat16 for trainings on a CPU."""
 
 from contextlib import contextmanager
 from typing import Iterator

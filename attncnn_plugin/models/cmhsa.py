@@ -213,7 +213,7 @@ class CMHSANetwork(TimmNetwork):
         return Change(tuple(changes), before, number_of_parameters(self), replaced)
 
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
-        """Returns random attention, of the dtype and on the device of a tensor."""
+        """Builds randomly initialized attention with the dtype and on the device of a tensor."""
         dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
         dim, num_heads = len(self.blocks[0].norm1.weight), len(self.head_dims)
         position = GridBias(num_heads, self.grid_size, null_key, **dd)
@@ -229,18 +229,21 @@ class CMHSANetwork(TimmNetwork):
         return attention
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """Returns the structure of each attention if a state dict has it, and this network the convolutions."""
+        """Returns the structures of attention in a state dict; None if it has none, or this network has some."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
         attention = self._new_attention(self.norm.weight.to('meta'), null_key=True)
         return [attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.') for i in range(len(self.blocks))]
 
     def take_structure(self, structure: Any) -> Change:
-        """Puts attention where the convolutions are; no network goes back."""
-        layers = [self._new_attention(self.norm.weight, null_key=True) for _ in structure]
+        """Puts attention where the convolutions are, all 0 until it is loaded; no network goes back."""
+        like = self.norm.weight
+        layers = [self._new_attention(like.to('meta'), null_key=True).to_empty(device=like.device) for _ in structure]
         for layer, own in zip(layers, structure):
             if own is not None:
                 layer.take_structure(own)
+            for parameter in layer.parameters():
+                parameter.data.zero_()
         return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:

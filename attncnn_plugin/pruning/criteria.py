@@ -81,16 +81,19 @@ class Measure(NamedTuple):
     values: Callable[..., Tensor]
 
 
-BY_POSITION = {  # of functions that give M of Gaussian heads, and attention maps
-    'uniform': Measure(1e-5, lt, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
-    'stripe': Measure(1e3, gt, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
+OF_MAPS = {  # of functions that give M of Gaussian heads, and attention maps
     'entropy': Measure(0.99, gt, 'relative entropy {:.4g} > {:.4g}', lambda _, maps: relative_entropy_of_maps(maps())),
     'duplicate': Measure(0.01, lt, 'distance {:.3g} < {:.3g} from head {}', lambda _, maps: map_distances(maps())),
 }
+BY_POSITION = {
+    'uniform': Measure(1e-5, lt, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
+    'stripe': Measure(1e3, gt, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
+    **OF_MAPS,
+}
 ON_IMAGES = {  # of ObservedAttention
     'uniform': Measure(0.01, lt, 'distance {:.3g} < {:.3g} from uniform attention', lambda x: x.mean('from_uniform')),
-    'entropy': BY_POSITION['entropy']._replace(values=lambda seen: seen.mean('entropy')),
-    'duplicate': BY_POSITION['duplicate']._replace(values=lambda seen: seen.mean('distances')),
+    'entropy': OF_MAPS['entropy']._replace(values=lambda seen: seen.mean('entropy')),
+    'duplicate': OF_MAPS['duplicate']._replace(values=lambda seen: seen.mean('distances')),
 }
 
 
@@ -112,8 +115,8 @@ def degenerate_heads_of_maps(
         TypeError: A criterion of Gaussian heads without ``gaussian``.
         ValueError: A criterion that is unknown or has other settings; values that are not finite.
     """
-    factor = partial(factor_of, gaussian, 'attention')
-    return found_by(len(maps), criteria, BY_POSITION, factor, lambda: finite(maps.cpu().double()))
+    measures = OF_MAPS if gaussian is None else BY_POSITION
+    return found_by(len(maps), criteria, measures, partial(factor_of, gaussian), lambda: finite(maps.cpu().double()))
 
 
 def rules_of(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> List[Tuple[str, float]]:
@@ -218,18 +221,12 @@ def map_distances(maps: Tensor) -> Tensor:
     return distances + distances.T
 
 
-def factor_of(gaussian: Optional[GaussianHeads], owner: str) -> Tensor:
-    """Returns M with Σ⁻¹ = MMᵀ of each head, ``(N_h, ndim, ndim)``, in float64 on the CPU.
+def factor_of(gaussian: Any) -> Tensor:
+    """Returns M with Σ⁻¹ = MMᵀ of Gaussian heads, ``(N_h, ndim, ndim)``, in float64 on the CPU.
 
     Raises:
-        TypeError: The heads are not Gaussian.
         ValueError: Some of their widths are not finite.
     """
-    if gaussian is None:
-        raise TypeError(
-            f'{owner} has no Gaussian heads: only a quadratic or a generalized quadratic encoding has a Σ⁻¹; for '
-            "others use the criteria 'entropy' and 'duplicate'"
-        )
     return finite(gaussian.factor.detach().cpu().double())
 
 

@@ -13,16 +13,17 @@ from ..heads.found import Call, Heads, called
 from ..heads.seen import watching
 from .criteria import (
     BY_POSITION,
+    OF_MAPS,
     ON_IMAGES,
     Criterion,
     DegeneracyReport,
+    Measure,
     exact_maps,
     factor_of,
     finite,
     found_by,
     map_distances,
     relative_entropy_of_maps,
-    rules_of,
 )
 from .prune import own_heads, prunable_heads
 
@@ -52,37 +53,28 @@ class ObservedAttention:
     """Means over images of what the criteria of degenerate heads ask for.
 
     Attributes:
-        entropy (Tensor): Sum over images of each head's entropy, relative to that of uniform attention, ``(N_h,)``.
-        from_uniform (Tensor): The same of its distance from uniform attention in total variation, ``(N_h,)``.
-        distances (Tensor): The same of the distances between heads, ``(N_h, N_h)``.
-        count (Tensor): The number of images, or of windows of images. All are of float64, on the CPU.
+        sums (dict[str, Tensor]): Sums over images, float64 on the CPU: of each head's ``'entropy'``, relative to that
+            of uniform attention, ``(N_h,)``; its distance ``'from_uniform'`` attention, in total variation; the
+            ``'distances'`` between heads, ``(N_h, N_h)``; and the ``'count'`` of images, or of windows of images.
         size (int | Sequence[int] | None): Height and width of the last grid of tokens, of a layer of this package.
     """
 
     def __init__(self, num_heads: int, size: Size = None) -> None:
-        self.size = size
-        self.entropy, self.from_uniform, self.distances, self.count = (
-            torch.zeros(shape, dtype=torch.float64, device='cpu')
-            for shape in ((num_heads,), (num_heads,), (num_heads, num_heads), ())
-        )
+        self.size, of_heads = size, (num_heads,)
+        shapes = dict(entropy=of_heads, from_uniform=of_heads, distances=2 * of_heads, count=())
+        self.sums = {name: torch.zeros(shape, dtype=torch.float64, device='cpu') for name, shape in shapes.items()}
 
     @torch.no_grad()
     def add(self, probs: Tensor) -> None:
         """Adds the probabilities of some images, ``(B, N_h, Q, K)``."""
-        self.entropy += relative_entropy_of_maps(probs).double().sum(0).cpu()
-        self.from_uniform += ((probs - 1 / probs.shape[-1]).abs().sum(-1).mean(-1) / 2).double().sum(0).cpu()
-        for maps in probs:
-            self.distances += map_distances(maps).double().cpu()
-        self.count += len(probs)
-
-    @property
-    def sums(self) -> List[Tensor]:
-        """All of these sums."""
-        return [self.entropy, self.from_uniform, self.distances, self.count]
+        self.sums['entropy'] += relative_entropy_of_maps(probs).double().sum(0).cpu()
+        self.sums['from_uniform'] += ((probs - 1 / probs.shape[-1]).abs().sum(-1).mean(-1) / 2).double().sum(0).cpu()
+        self.sums['distances'] += sum(map_distances(maps).double().cpu() for maps in probs)
+        self.sums['count'] += len(probs)
 
     def mean(self, name: str) -> Tensor:
         """Returns the mean over images of one of the sums."""
-        return getattr(self, name) / self.count
+        return self.sums[name] / self.sums['count']
 
 
 @contextmanager
@@ -190,10 +182,9 @@ def find_degenerate_heads(
             called(model, inputs, call)
     reports = {}
     for name, layer in layers.items():
-        is_gaussian = not depends_on_content(layer) and layer.gaussian_heads() is not None  # type: ignore[union-attr]
-        own = (('uniform', 'stripe') if is_gaussian else ('entropy', 'duplicate')) if criteria is None else criteria
+        own = ('uniform', 'stripe') if measures_of(layer) is BY_POSITION else ('entropy', 'duplicate')
         try:
-            reports[name] = report_of(layer, own, observed[name])
+            reports[name] = report_of(layer, own if criteria is None else criteria, observed[name])
         except (TypeError, ValueError) as error:
             raise type(error)(f'{name or type(layer).__name__}: {error}') from error
     return DegenerateHeads(reports, heads_to_remove(reports, layers, observed))
@@ -206,17 +197,19 @@ def report_of(layer: Heads, criteria: Sequence[Criterion], observed: ObservedAtt
     Raises:
         ValueError: No images were observed of attention that depends on content.
     """
-    if not depends_on_content(layer):
-        own: Any = layer
-        factor = partial(factor_of, own.gaussian_heads(), type(layer).__name__)
+    if not layer.num_heads:
+        return DegeneracyReport(0, ())
+    own: Any = layer
+    measures = measures_of(layer)
+    if measures is not ON_IMAGES:
         maps = cache(partial(exact_maps, own, observed.size))
-        return found_by(layer.num_heads, criteria, BY_POSITION, factor, maps)
-    if layer.num_heads and not observed.count:
+        return found_by(layer.num_heads, criteria, measures, lambda: factor_of(own.gaussian_heads()), maps)
+    if not observed.sums['count']:
         raise ValueError(
             'attention that depends on content is judged by what it does on images, but none were observed: give some'
         )
-    finite(observed.distances)
-    return found_by(layer.num_heads, criteria, ON_IMAGES, observed)
+    finite(observed.sums['distances'])
+    return found_by(layer.num_heads, criteria, measures, observed)
 
 
 def heads_to_remove(
@@ -225,15 +218,13 @@ def heads_to_remove(
     observed: Mapping[str, ObservedAttention],
 ) -> Dict[str, List[int]]:
     """Returns the heads that reports find, but for the least uniform one of a layer all of whose heads are found."""
-    heads = {name: list(report.heads) for name, report in reports.items()}
-    for name, gone in heads.items():
-        if gone and len(gone) == reports[name].num_heads:
-            own: Any = layers[name]
-            if depends_on_content(own):
-                entropy = observed[name].mean('entropy')
-            else:
-                entropy = relative_entropy_of_maps(exact_maps(own, observed[name].size or GRID))
-            gone.remove(int(entropy.argmin()))
+    heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
+    layer: Any
+    for name in [name for name, gone in heads.items() if len(gone) == reports[name].num_heads]:
+        own, layer = observed[name], layers[name]
+        maps = partial(exact_maps, layer, own.size or GRID)
+        entropy = own.mean('entropy') if depends_on_content(layer) else relative_entropy_of_maps(maps())
+        heads[name].remove(int(entropy.argmin()))
     return {name: gone for name, gone in heads.items() if gone}
 
 
@@ -242,14 +233,8 @@ def depends_on_content(layer: Any) -> bool:
     return not isinstance(layer, PrunableHeads) or layer.depends_on_content
 
 
-def check_criteria(layer: Any, criteria: Sequence[Criterion]) -> None:
-    """Refuses criteria that are not for a layer, whatever its weights are.
-
-    Raises:
-        TypeError: A criterion of Gaussian heads for others.
-        ValueError: A criterion that is unknown or has other settings.
-    """
-    on_images = depends_on_content(layer)
-    for name, _ in rules_of(criteria, ON_IMAGES if on_images else BY_POSITION):
-        if not on_images and name in ('uniform', 'stripe'):
-            factor_of(layer.gaussian_heads(), type(layer).__name__)
+def measures_of(layer: Any) -> Mapping[str, Measure]:
+    """Returns the criteria that are for a layer, by name."""
+    if depends_on_content(layer):
+        return ON_IMAGES
+    return OF_MAPS if layer.gaussian_heads() is None else BY_POSITION

@@ -26,10 +26,13 @@ from ..heads.found import FoundHeads, find_entries, is_in, seen_heads
 from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
-AMOUNTS = {
-    'threshold': 'a number of at least 0',
-    'keep': 'a number of heads, or a share of them above 0 and below 1',
-    'multiply_adds': 'a share above 0, up to 1',
+AMOUNTS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {  # what each must be
+    'threshold': ('a number of at least 0', lambda value: value >= 0),
+    'keep': (
+        'a number of heads, or a share of them above 0 and below 1',
+        lambda value: isinstance(value, Integral) and int(value) >= 0 or 0 < value < 1,
+    ),
+    'multiply_adds': ('a share above 0, up to 1', lambda value: 0 < value <= 1),
 }
 
 
@@ -202,6 +205,11 @@ def count_multiply_adds(
 
     Returns:
         tuple[int, dict[str, int]]: Those of the whole model, and by these names those of the modules together.
+
+    Examples:
+        >>> layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        >>> count_multiply_adds(layers, lambda: layers(torch.rand(5, 8)), {'second': ['1']})
+        (200, {'second': 40})
     """
     counter = FlopCounterMode(display=False)
     flops = dict.fromkeys(modules, 0)
@@ -253,11 +261,11 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
     costs = {}
     for name, layer in layers.items():
         weights = torch.ones(layer.num_heads, dtype=torch.float64, device='cpu')
-        if isinstance(layer, PrunableHeads):  # some have heads of other widths
-            for head in range(layer.num_heads):
+        for head in range(layer.num_heads):
+            if isinstance(layer, PrunableHeads):  # some have heads of other widths
                 entries = layer.head_entries([head]).items()
                 weights[head] = sum(
-                    len(index) * layer.get_parameter(part).select(dim, 0).numel() for part, (dim, index) in entries
+                    len(own) * layer.get_parameter(at).select(dim, 0).numel() for at, (dim, own) in entries
                 )
         costs[name] = of_layers[name] * weights / weights.sum()
     return total, costs
@@ -310,12 +318,12 @@ def least_important(
     best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
     ranked = [entry for entry in ranked if entry[1:] not in best]
     number = sum(map(len, importance.values()))
-    goal = keep if keep is None or isinstance(keep, Integral) else round(keep * number)
-    if goal is not None and goal > number:
-        raise ValueError(f'keep={keep} must be at most {number}, the number of heads')
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
-    elif goal is not None:
+    elif keep is not None:
+        goal = keep if isinstance(keep, Integral) else round(keep * number)
+        if goal > number:
+            raise ValueError(f'keep={keep} must be at most {number}, the number of heads')
         of_heads = {name: torch.ones_like(own) for name, own in importance.items()}
         chosen = _until(ranked, goal, number, of_heads, f'keep={keep}', 'heads')
     elif costs is not None and multiply_adds is not None:
@@ -337,14 +345,9 @@ def check_amount(threshold: Optional[float], keep: Optional[float], multiply_add
     if len(given) != 1:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
-    is_share = isinstance(value, Real) and 0 < value < 1
-    possible = {
-        'threshold': isinstance(value, Real),
-        'keep': isinstance(value, Integral) or is_share,
-        'multiply_adds': is_share or value == 1,
-    }
-    if isinstance(value, bool) or not possible[name] or not value >= 0:
-        raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
+    words, is_possible = AMOUNTS[name]
+    if not isinstance(value, Real) or isinstance(value, bool) or not is_possible(value):
+        raise ValueError(f'{name}={shown(value)} must be {words}')
 
 
 def _until(

@@ -1,7 +1,7 @@
 """What heads give on average, and how the rest of a layer makes up for heads that go (C20, appendix E)."""
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..attention.images import ImageAttention
 from ..attention.tokens import GridAttention
 from ..heads.found import Heads
-from ..heads.seen import AnyAttention, FunctionsSeen, watching
+from ..heads.seen import AnyAttention, watching_outputs
 
 
 class HeadMeans:
@@ -51,24 +51,16 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
         [torch.Size([8]), torch.Size([8]), torch.Size([8])]
     """
     means: Dict[str, HeadMeans] = {}
-    seen: List[Tuple[AnyAttention, Tensor]] = []
 
-    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
-        seen.append((attention, output.detach()))
-        return output
+    def see(name: str, attention: AnyAttention, output: Tensor) -> None:
+        heads, queries = attention.of_heads(output), attention.is_query
+        found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], output.device))
+        found.axes[attention.name] = attention.heads
+        rows = [head.double() if queries is None else head[queries].double() for head in heads]
+        found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
+        found.count += rows[0].shape[:-1].numel()
 
-    def end(functions: FunctionsSeen, output: Any) -> None:  # now it is known which axes are heads
-        for attention, own in seen:
-            heads, queries = attention.of_heads(own), attention.is_query
-            name = attention.name.partition('#')[0]
-            found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], own.device))
-            found.axes[attention.name] = attention.heads
-            rows = [head.double() if queries is None else head[queries].double() for head in heads]
-            found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
-            found.count += rows[0].shape[:-1].numel()
-        seen.clear()
-
-    with watching(model, wanted=wanted, touch=touch, end=end):
+    with watching_outputs(model, see, wanted):
         yield means
 
 

@@ -3,7 +3,7 @@
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Union
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from ..heads.found import (
     same_numbers,
     seen_heads,
 )
-from ..heads.seen import AnyAttention, watching
+from ..heads.seen import AnyAttention, watching_outputs
 from ..heads.sizes import WAYS, Shapes, note_in_configs, number_of_heads, record_of, set_sizes, shapes_of, write_record
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
@@ -265,12 +265,11 @@ def computed(
         masked (Mapping[str, Sequence[int]]): Those that are not cut out yet.
     """
     found: Computed = {}
-    seen: List[Tuple[AnyAttention, Tensor]] = []
 
-    def touch(attention: AnyAttention, output: Tensor) -> Tensor:
-        if attention.name.partition('#')[0] in gone:
-            seen.append((attention, output))
-        return output
+    def see(name: str, attention: AnyAttention, output: Tensor) -> None:
+        heads = list(attention.of_heads(output))
+        own = [head for number, head in enumerate(heads) if number not in gone[name] or len(heads) < numbers[name]]
+        found.setdefault(f'heads of {attention.name}', []).extend(own)
 
     def note(key: str, output: Any) -> None:
         found.setdefault(key, []).extend(islice(floats_in(output), 1))
@@ -278,15 +277,11 @@ def computed(
     with evaluating(model), same_numbers(), torch.no_grad(), ExitStack() as stack:
         for name in gone:
             home = model.get_submodule(getattr(layers[name], 'home', name))
-            see = lambda module, args, output, name=name: note(f'the output of {name}', output)  # noqa: E731
-            stack.enter_context(home.register_forward_hook(see))
+            hook = lambda module, args, output, name=name: note(f'the output of {name}', output)  # noqa: E731
+            stack.enter_context(home.register_forward_hook(hook))
         stack.enter_context(masking(model, layers, masked))
-        stack.enter_context(watching(model, touch=touch))
+        stack.enter_context(watching_outputs(model, see, lambda name: name.partition('#')[0] in gone))
         note('the output', run())
-    for attention, output in seen:
-        name, heads = attention.name.partition('#')[0], list(attention.of_heads(output))
-        own = [head for number, head in enumerate(heads) if number not in gone[name] or len(heads) < numbers[name]]
-        found.setdefault(f'heads of {attention.name}', []).extend(own)
     return found
 
 

@@ -3,7 +3,6 @@
 import itertools
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..change import Change, all_or_nothing, check_not_distributed
+from ..heads.choice import Layers, chosen_by
 from ..heads.found import FoundHeads, Heads, find_entries
 from ..pruning import (
     head_costs,
@@ -24,14 +24,12 @@ from ..pruning import (
     prune_heads,
     replace_parameters,
 )
-from ..pruning.criteria import DegeneracyReport, DegenerateHead
-from ..pruning.degenerate import Size, check_criteria, heads_to_remove, observed_attention, report_of
+from ..pruning.criteria import DegeneracyReport, DegenerateHead, rules_of
+from ..pruning.degenerate import heads_to_remove, measures_of, observed_attention, report_of
 from ..pruning.importance import Loss, check_amount, counting, normalized
 from ..pruning.means import HeadMeans, fold_into_bias, head_means, merge_duplicate, takes_duplicates
 from ..pruning.prune import check_prunable, example_run
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
-
-IMPORTANCE = 'importance'
 
 Costs = Tuple[float, Dict[str, Tensor]]
 Scores = Callable[[nn.Module, List[Any], Loss], Mapping[str, Tensor]]
@@ -46,14 +44,12 @@ class JudgedHeads:
             are: degenerate, least important, or one of the two.
         heads (dict[str, list[int]]): By the name of the layer, those of them that go: the least uniform head of a layer
             stays. Layers that lose none are left out.
-        means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
-        example (Sequence): The first batch; none without images.
+        means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads.
     """
 
     reports: Dict[str, DegeneracyReport]
     heads: Dict[str, List[int]]
     means: Dict[str, HeadMeans]
-    example: Sequence[Any] = ()
 
 
 class PruneHeads:
@@ -67,7 +63,7 @@ class PruneHeads:
         epoch (int | Sequence[int]): Epochs at whose beginning heads go, counted from 0. Defaults to none.
         batches (Iterable): The training batches by which heads are judged, the same ones each time, so that a resumed
             training loses the same heads: a list, or a data loader that does not shuffle. In distributed training each
-            rank has its own. Defaults to none, for :meth:`judge` that is given some.
+            rank has its own.
         loss (Callable, optional): ``loss(model, batch)`` is the mean loss of a batch; it calls the model once, with the
             images first. Defaults to the cross-entropy of images and labels, ``(images, labels)``, or the ``loss`` that
             a model of Hugging Face computes from a dict. Without importance it need not be a loss.
@@ -81,9 +77,10 @@ class PruneHeads:
             :func:`~attncnn_plugin.pruning.head_importance`.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
             too, and go first. Defaults to none.
-        layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
+        layers (str | Iterable[str] | callable, optional): The layers to judge, as of
+            :func:`attncnn_plugin.attention_maps`. Defaults to ``'*'``.
         bias_correction (bool): Whether the mean output of a removed head is added to the bias of its layer, if that
-            has one and there were images, and a duplicate's values to those of the head that it repeats. Defaults to
+            has one, and a duplicate's values to those of the head that it repeats. Defaults to
             True.
 
     Raises:
@@ -101,7 +98,7 @@ class PruneHeads:
         multiply_adds: Optional[float] = None,
         by: Optional[Scores] = None,
         criteria: Sequence = (),
-        layers: str = '*',
+        layers: Layers = '*',
         bias_correction: bool = True,
     ) -> None:
         self.epochs = check_epochs(f'epoch={epoch!r} of PruneHeads', epoch)
@@ -116,16 +113,17 @@ class PruneHeads:
             check_amount(**amount)
         self.batches, self.loss, self.by = batches, loss or loss_of_batch, by
         self.checked: Dict[str, Tuple[int, int]] = {}  # by layer, which module it is, and its number of heads
-        self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
+        self.criteria, self.chosen, self.bias_correction = list(criteria), layers, bias_correction
 
-    def layers(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> Dict[str, Heads]:
+    def layers(self, model: nn.Module) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
         found: Dict[str, Heads] = {}
-        batch = next(iter(self._some(batches, 1)), None)
+        batch = next(iter(self._some(1)), None)
         unknown = suppress(ValueError) if batch is None else nullcontext()  # what the model takes
         with random_numbers_kept(), torch.no_grad(), unknown:
             found = prunable_heads(model, batch, self.loss)
-        return {name: layer for name, layer in found.items() if fnmatchcase(name, self.pattern)}
+        chosen = chosen_by(self.chosen)
+        return {name: layer for name, layer in found.items() if chosen(name)}
 
     def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are; layers as before only once.
@@ -139,8 +137,8 @@ class PruneHeads:
         """
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
-        batches = self._some(None, 1)
-        layers = {name: layer for name, layer in self.layers(model, batches).items() if layer.num_heads > 0}
+        batches = self._some(1)
+        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
         known = {name: (id(model.get_submodule(name)), layer.num_heads) for name, layer in layers.items()}
         if known == self.checked:
             return
@@ -151,9 +149,9 @@ class PruneHeads:
             try:
                 layer.check_heads([0] if layer.num_heads > 1 else [], allow_empty=True)
                 if self.criteria:
-                    check_criteria(layer, self.criteria)
+                    rules_of(self.criteria, measures_of(layer))
             except TypeError as error:
-                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
+                raise TypeError(f'{name}: {error}; layers={self.chosen!r} can leave it out') from error
         if layers and 'keep' in self.amount:
             built = {name: torch.zeros(layer.built_heads, device='cpu') for name, layer in layers.items()}
             least_important(built, keep=self.amount['keep'])
@@ -194,41 +192,38 @@ class PruneHeads:
 
     @property
     def nothing(self) -> str:
-        """Returns what a model has that has nothing to prune."""
+        """What is missing in a model without heads to prune, in words."""
         return (
-            f'no attention with layers={self.pattern!r} in the model, such as SAQuadratic or VisionTransformer: '
+            f'no attention with layers={self.chosen!r} in the model, such as SAQuadratic or VisionTransformer: '
             'there are no heads to prune'
         )
 
-    def judge(self, model: nn.Module, batches: Optional[Iterable[Any]] = None, size: Size = None) -> JudgedHeads:
+    def judge(self, model: nn.Module) -> JudgedHeads:
         """Judges the heads of the layers. In distributed training by the batches of all ranks.
 
         The model runs in evaluation mode, and no random numbers are drawn from those of the training.
 
         Args:
             model (nn.Module): The model, not wrapped for distributed training.
-            batches (Iterable, optional): Training batches. Defaults to those that were given before.
-            size (int | Sequence[int], optional): Height and width of the grid in tokens, for position-only attention.
-                Defaults to that of the batches.
         """
-        batches, costs, images = self._some(batches), None, []
+        batches, costs, images = self._some(), None, []
         importance: Dict[str, Tensor] = {}
         with on_all_ranks(), random_numbers_kept(), evaluating(model), torch.no_grad():
-            if not batches and size is None:
+            if not batches:
                 raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
-            layers = self.layers(model, batches)
+            layers = self.layers(model)
             wanted = lambda name: name.partition('#')[0] in layers  # noqa: E731
-            observing = observed_attention(model, layers if self.criteria else {}, size)
+            observing = observed_attention(model, layers if self.criteria else {})
             with head_means(model, wanted) as means, observing as observed, counting(model, images):
                 for batch in batches:
                     self.loss(model, batch)
-            if batches and self.amount:
+            if self.amount:
                 importance = self._importance(model, batches, layers)
-            if batches and 'multiply_adds' in self.amount:
+            if 'multiply_adds' in self.amount:
                 costs = self._costs(model, batches[0], layers)
         device = next(model.parameters()).device
         _add_ranks(device, [part for own in means.values() for part in (own.total, own.count)])
-        _add_ranks(device, [part for own in observed.values() for part in own.sums])
+        _add_ranks(device, [part for own in observed.values() for part in own.sums.values()])
         count = torch.tensor(float(sum(images)), device='cpu')
         importance = {name: own * count for name, own in importance.items()}
         _add_ranks(device, [*importance.values(), count])
@@ -240,7 +235,7 @@ class PruneHeads:
         judged: List[Any] = [reports, heads_to_remove(reports, layers, observed)]
         if _is_distributed():
             dist.broadcast_object_list(judged)
-        return JudgedHeads(judged[0], judged[1], means, batches[:1])
+        return JudgedHeads(judged[0], judged[1], means)
 
     def remove(
         self,
@@ -265,8 +260,8 @@ class PruneHeads:
                 :func:`~attncnn_plugin.pruning.replace_parameters`; or heads of a model cannot be removed. Nothing has
                 changed then.
         """
-        models, optimizers = [model, *copies], list(optimizers)
-        layers = [self.layers(own, judged.example) for own in models]
+        models, optimizers, example = [model, *copies], list(optimizers), self._some(1)
+        layers = [self.layers(own) for own in models]
         numbers = {name: layers[0][name].num_heads for name in judged.heads}
         for own, of_model in zip(models, layers):
             found = {name: layer.num_heads for name, layer in of_model.items()}
@@ -278,13 +273,13 @@ class PruneHeads:
         values: List[Tensor] = []
         if self.bias_correction:
             for own, of_model in zip(models, layers):
-                self._find(own, {name: of_model[name] for name in judged.heads}, *judged.example)
+                self._find(own, {name: of_model[name] for name in judged.heads}, *example)
                 outputs = [of_model[name].output for name in judged.heads]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
             for of_model in layers:
                 self._make_up(of_model, judged)
-            changes = [prune_heads(own, judged.heads, *judged.example, call=self.loss) for own in models]
+            changes = [prune_heads(own, judged.heads, *example, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
         return changes[0]
@@ -308,13 +303,13 @@ class PruneHeads:
             }
             for head, kept in duplicates.items():
                 merge_duplicate(layer, head, kept)
-            if getattr(layer.output, 'bias', None) is not None and name in judged.means:
+            if getattr(layer.output, 'bias', None) is not None:
                 fold_into_bias(layer, [head for head in heads if head not in duplicates], judged.means[name].mean)
 
-    def _some(self, batches: Optional[Iterable[Any]], number: Optional[int] = None) -> List[Any]:
-        """Returns the first of some batches; a data loader draws a random number when it begins."""
+    def _some(self, number: Optional[int] = None) -> List[Any]:
+        """Returns the first of the batches; a data loader draws a random number when it begins."""
         with random_numbers_kept():
-            return list(itertools.islice(self.batches if batches is None else batches, number))
+            return list(itertools.islice(self.batches, number))
 
     def _importance(self, model: nn.Module, batches: List[Any], layers: Mapping[str, Heads]) -> Dict[str, Tensor]:
         numbers = {name: layer.num_heads for name, layer in layers.items() if layer.num_heads > 0}
@@ -337,7 +332,7 @@ class PruneHeads:
         least = self._least_important(importance, costs)
         for name, known in reports.items():
             new = [
-                DegenerateHead(head, IMPORTANCE, value := float(importance[name][head]), f'importance {value:.3g}')
+                DegenerateHead(head, 'importance', value := float(importance[name][head]), f'importance {value:.3g}')
                 for head in least.get(name, ())
                 if head not in known.heads
             ]

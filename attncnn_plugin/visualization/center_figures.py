@@ -3,7 +3,7 @@
 Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
 """
 
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ from ..analysis import MeanAttention, head_centers
 from ..analysis.layer_maps import layer_labels
 from ..analysis.shift_statistics import keys_of_query
 from .contours import gaussian_contour, outline, region_of_mass
-from .style import check_maps, color_of, draw_heads, settings
+from .style import Numbers, Query, check_maps, color_of, draw_heads, settings
 
 LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean something
 CONTOURS = {0.5: 'solid', 0.9: (0, (1, 1.2))}  # the share of a head's attention inside of a line, and its style
@@ -23,11 +23,7 @@ HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 
 
 @settings()
-def plot_attention_centers(
-    maps: Mapping[str, MeanAttention],
-    query: Optional[Sequence[int]] = None,
-    numbers: Optional[Mapping[str, Sequence[int]]] = None,
-) -> Figure:
+def plot_attention_centers(maps: Mapping[str, MeanAttention], query: Query = None, numbers: Numbers = None) -> Figure:
     """Draws the centre of every head and contours of its attention, one panel a layer (C20, Figures 4, 12 and 14).
 
     Contours hold 50% and 90% of a head's attention. Those of Gaussian heads are circles and ellipses. For others they
@@ -64,7 +60,7 @@ def plot_attention_centers(
                 for line in lines:
                     axes.plot(line[:, 1], line[:, 0], linestyle=style, **drawn)
         draw_heads(axes, {number_of[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
-    text = 'Black square: query. Contours: 50% solid, 90% dotted. Hollow: centre beyond the panel.'
+    text = 'Square: query. Contours: 50% solid, 90% dotted; wide ones are cut. Hollow: centre beyond the panel.'
     figure.supxlabel(text, fontsize=8)
     return figure
 
@@ -102,12 +98,12 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
                 axes.annotate(str(head), (way[-1, 2], way[-1, 1]), (4, 0), textcoords='offset points', fontsize=6)
         left = {head: tuple(way[-1, 1:].tolist()) for head, way in heads.items() if way[-1, 0] == last}
         draw_heads(axes, left, reach, beside=True)
-    text = f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
+    text = f'Square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
     figure.supxlabel(f'{text}a cross where a head was pruned, or left the grid.', fontsize=8)
     return figure
 
 
-def _head_lines(maps: MeanAttention, query: Optional[Sequence[int]]) -> HeadLines:
+def _head_lines(maps: MeanAttention, query: Query) -> HeadLines:
     """Returns by head the centre and the lines of each contour, as shifts (row, column)."""
     centers = head_centers(maps, query)[0].numpy()
     if maps.gaussian is not None:
@@ -124,9 +120,10 @@ def _head_lines(maps: MeanAttention, query: Optional[Sequence[int]]) -> HeadLine
 
 
 def _reach(heads: HeadLines) -> float:
-    """Returns how far a panel goes from the query: to the centres and the inner contours, 3.5 tokens at least."""
-    lines = [line for _, contours in heads.values() for line in contours[0]]
-    return max([3.5, *(np.abs(points).max() + 0.5 for points in [center for center, _ in heads.values()] + lines)])
+    """Returns how far a panel goes from the query: 3.5 tokens at least, to all centres and most inner contours."""
+    lines = [np.abs(np.concatenate(contours[0])).max() for _, contours in heads.values()]
+    most = [np.quantile(lines, 0.75, method='lower')] if lines else []
+    return max([3.5, *(reach + 0.5 for reach in most + [np.abs(center).max() for center, _ in heads.values()])])
 
 
 def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:

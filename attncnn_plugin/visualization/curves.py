@@ -55,10 +55,8 @@ def plot_metric(
             raise ValueError(f'metric={metric!r} is not in the logs of {path}: they have {", ".join(known)}')
         values = scalars[metric]
         if values[-1, 0] == 0:
-            raise ValueError(
-                f'all values of metric={metric!r} in the logs of {path} are of step 0: a training by '
-                'iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))'
-            )
+            need = 'a training by iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))'
+            raise ValueError(f'all values of metric={metric!r} in the logs of {path} are of step 0: {need}')
         # Only the logs of a training by epochs have the epoch.
         units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
         last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'

@@ -5,7 +5,7 @@ import itertools
 import math
 from functools import partial
 from pathlib import Path
-from typing import Dict, Mapping, Sequence, Tuple, Union
+from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import matplotlib.style
 import numpy as np
@@ -14,19 +14,28 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 
 from ..analysis import MeanAttention
 from ..attention.window import shown
 
 Place = Tuple[float, float]  # row and column
+Query, Photo = Optional[Sequence[int]], Optional[np.ndarray]
+Numbers = Optional[Mapping[str, Sequence[int]]]  # of the heads of layers
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
-MAP_COLORS = 'Blues'  # from white, for what is not attention
-# Of all maps of attention: white where it is uniform, so that a head that does nothing looks like nothing.
-ATTENTION_COLORS = LinearSegmentedColormap.from_list(
-    'attention', [(0, '#B4C4D9'), (1 / 3, '#FFFFFF'), (0.5, '#F9C58D'), (2 / 3, '#E36F2C'), (1, '#6A0F1F')]
-)
+# Of all maps, also of the explorer: white for uniform attention, so that a head that does nothing looks like nothing.
+PALETTE = dict(least='#44618A', less='#B4C4D9', uniform='#FFFFFF', more='#F9C58D', much='#E36F2C', most='#6A0F1F')
+
+
+def ramp(**stops: float) -> LinearSegmentedColormap:
+    """Returns a colour map of names of :data:`PALETTE` and their places, from 0 to 1."""
+    return LinearSegmentedColormap.from_list('attncnn', [(place, PALETTE[name]) for name, place in stops.items()])
+
+
+ATTENTION_COLORS = ramp(less=0, uniform=1 / 3, more=0.5, much=2 / 3, most=1)
 ATTENTION_RANGE = 0.1, 100.0  # times uniform attention
 
 # Sets the common settings of matplotlib inside a ``with``, or in a function, and those of outside again afterwards.
@@ -74,11 +83,25 @@ def draw_heads(axes: Axes, places: Dict[int, Place], reach: float, beside: bool 
         axes.text(disc[1], disc[0], str(head), color=ink, ha='center', va='center_baseline', fontsize=6, zorder=6)
 
 
-def draw_attention(axes: Axes, times: np.ndarray, **where) -> AxesImage:
-    """Draws attention to the tokens of a grid, as so many times uniform attention."""
+def draw_attention(axes: Axes, times: np.ndarray, photo: Photo = None, query: Query = None) -> AxesImage:
+    """Draws attention to the tokens of a grid, as so many times uniform attention, also on a photo, with a query."""
+    times, norm = np.maximum(times, 1e-9), LogNorm(*ATTENTION_RANGE)
+    # Uniform attention leaves the photo as it is.
+    alpha = None if photo is None else np.minimum(2.4 * np.abs(norm(times).filled() - norm(1)), 0.8)
+    drawn = axes.imshow(times, cmap=ATTENTION_COLORS, norm=norm, alpha=alpha, interpolation='nearest')
+    draw_photo(axes, photo, times.shape, query)
+    return drawn
+
+
+def draw_photo(axes: Axes, photo: Photo, grid: Sequence[int], query: Query) -> None:
+    """Draws a photo below all else, on the tokens of a grid, and a square around a query."""
+    if photo is not None:
+        axes.imshow(photo, extent=(-0.5, grid[1] - 0.5, grid[0] - 0.5, -0.5), cmap='gray', zorder=-1)
+    if query is not None:
+        where = (query[1] - 0.5, query[0] - 0.5), 1, 1
+        halo = [withStroke(linewidth=2, foreground='white')]
+        axes.add_patch(Rectangle(*where, facecolor='none', edgecolor='black', linewidth=1, path_effects=halo))
     axes.set(xticks=[], yticks=[])
-    look = dict(cmap=ATTENTION_COLORS, norm=LogNorm(*ATTENTION_RANGE), interpolation='nearest')
-    return axes.imshow(np.maximum(times, 1e-9), **look, **where)
 
 
 def attention_bar(figure: Figure, drawn: AxesImage, **where) -> None:
@@ -134,7 +157,7 @@ def image_of(figure: Figure) -> np.ndarray:
 
 
 def save_figure(figure: Figure, path: Union[str, Path]) -> None:
-    """Writes a figure to a file, PNG at 200 dots an inch or SVG, by its suffix; its folder is made.
+    """Writes a figure to a file, PNG at 200 dots an inch, SVG or PDF, by its suffix; its folder is made.
 
     The same figure gives the same file.
 
@@ -142,8 +165,9 @@ def save_figure(figure: Figure, path: Union[str, Path]) -> None:
         ValueError: Another suffix.
     """
     path = Path(path)
-    if path.suffix not in ('.png', '.svg'):
-        raise ValueError(f'out={str(path)!r} must end in .png or .svg')
+    dates = {'.png': {}, '.svg': {'Date': None}, '.pdf': {'CreationDate': None}}
+    if path.suffix not in dates:
+        raise ValueError(f'out={str(path)!r} must end in .png, .svg or .pdf')
     path.parent.mkdir(parents=True, exist_ok=True)
     with settings():
-        figure.savefig(path, dpi=200, metadata={'Date': None} if path.suffix == '.svg' else None)
+        figure.savefig(path, dpi=200, metadata=dates[path.suffix])

@@ -391,7 +391,7 @@ def test_lines_and_columns():
     assert '  3x3 convolution, error 0, 0 inside (nearest)' in lines
     assert '  the heads span a random 3x3 kernel to within 0%, every one to within 0%' in lines
     assert [kernel.kernel_size for kernel in near.layers[0].spanned] == [(3, 3), (5, 5)]
-    assert dict(zip(*(re.split('  +', line.strip()) for line in lines[-2:])))['3x3 within'] == '0.0%'
+    assert dict(zip(*(re.split('  +', line.strip()) for line in lines[-2:])))['random 3x3'] == '0.0%'
     uniform = report_of(hard_layer([[0.0, 0.0]], 0.0), (4, 5))
     assert '\n  the heads span a random 3x3 kernel to within 9' in str(uniform) and 'exactly' not in str(uniform)
     assert [kernel.kernel_size for kernel in uniform.spanned] == [(3, 3)]

@@ -16,7 +16,8 @@ from helpers.small_configs import SMALL_VIT
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
-from attncnn_plugin.analysis import head_report, mean_attention
+from attncnn_plugin import visualization
+from attncnn_plugin.analysis import head_report
 from attncnn_plugin.mm.datasets import Digits
 
 MODELS_OF = {name: ['--mm', f'{name}.py', f'{name}.pth'] for name in ('quadratic', 'learned_content', 'vit_base')}
@@ -106,19 +107,15 @@ def test_figures(words, done, folder):
 
 
 def test_a_figure_of_an_image_of_the_test_set(done, monkeypatch):
-    from attncnn_plugin.commands import plot
-
     drawn = {}
-    monkeypatch.setattr(plot, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args))
-    monkeypatch.setattr(plot, 'save_figure', lambda figure, path: None)
+    monkeypatch.setattr(visualization, 'plot_attention', lambda *args, **options: drawn.update(options, args=args))
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
     done('plot', *MODELS_OF['learned_content'], '--figure', 'content', '--images', 7, '--query', 4, 2)
-    maps, query = drawn['args']
-    assert (query, drawn['zoom'], drawn['numbers']) == ([4, 2], None, None)
+    _, images, layers, query, overlay = drawn['args']
+    assert (query, overlay, drawn['numbers']) == ((4, 2), True, None)
     image = cv2.resize(Digits(split='test')[7]['img'], (16, 16), interpolation=cv2.INTER_CUBIC)
-    assert np.array_equal(drawn['image'], np.repeat(image[..., None], 3, axis=2))
-    model = small_timm('sa_learned_content_cifar', in_chans=1, img_size=16, checkpoint_path='learned_content.pth')
-    for name, expected in mean_attention(model, (torch.tensor(image)[None, None].float() - 77.9) / 95.9).items():
-        assert torch.allclose(maps[f'backbone.{name}'].probs, expected.probs, atol=1e-5)
+    assert torch.allclose(images, (torch.tensor(image)[None, None].float() - 77.9) / 95.9, atol=1e-5)
+    assert layers == ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
 
 
 def test_explore_and_maps(done, folder):

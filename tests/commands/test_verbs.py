@@ -83,7 +83,7 @@ def test_report(done, folder):
 @pytest.fixture
 def drawn(monkeypatch):
     """The arguments of the functions that draw, and of that which saves."""
-    plot = pytest.importorskip('attncnn_plugin.commands.plot')
+    plot = pytest.importorskip('attncnn_plugin.visualization')
     found = []
     for name in [name for name in vars(plot) if name.startswith('plot_')] + ['save_figure']:
         of = getattr(plot, name)
@@ -107,7 +107,6 @@ def drawn(monkeypatch):
             ([1, 2], 3),
             dict(numbers=None),
         ),
-        (['content', '--images', 'images/dog/1.png'], 'plot_attention_probs', (None,), None),
     ],
 )
 def test_figures_of_maps(options, name, args, kwargs, done, drawn):
@@ -117,10 +116,16 @@ def test_figures_of_maps(options, name, args, kwargs, done, drawn):
     loaded = loaded_model()
     for layer, expected in mean_attention(loaded.model, loaded.inputs([options[2]], 100)).items():
         assert torch.allclose(maps[layer].probs, expected.probs, atol=1e-6)
-    if kwargs is None:  # the image itself
-        assert np.array_equal(settings['image'], loaded.images([options[2]], 1)[0].pixels)
-    else:
-        assert settings == kwargs
+    assert settings == kwargs
+
+
+def test_a_figure_of_a_patch_of_an_image(done, drawn):
+    done('plot', '--figure', 'content', '--images', 'images/dog/1.png', *MODEL)
+    (function, (model, images, layers, query, overlay), settings), _ = drawn
+    assert (function, overlay, settings) == ('plot_attention', True, dict(numbers=None))
+    assert torch.equal(images, loaded_model().inputs(['images/dog/1.png'], 1))
+    maps = mean_attention(model, images)
+    assert layers == list(maps) and query == maps[layers[0]].of_query()[1]
 
 
 @pytest.mark.parametrize('name, path', [('attention', 'images/dog/1.png'), ('heads', 'images')])
@@ -307,7 +312,7 @@ MISTAKES = {
         '--figure centers': '--images FOLDER',
         '--figure distance --runs a.json': '--runs PATH and no model',
         '--figure heads --images images --query 1 2': '--query and --size are for --figure centers',
-        '--figure heads --images images --out a.pdf': '--out a.pdf must end in .png or .svg',
+        '--figure heads --images images --out a.gif': '--out a.gif must end in .png or .svg or .pdf',
         '--figure heads --images images --out vit.pth/a.png': '[Errno',
         '--figure content --size 4 4': '--size [4, 4] is for attention by position alone',
         '--figure accuracy --offsets run': 'argument --offsets: invalid offset value',
@@ -351,7 +356,8 @@ def test_mistakes(verb, command, folder):
 def test_classes_that_are_not_those_of_the_model(command):
     model = ['--timm', 'vit_tiny_patch16_224', '--model-kwargs', *OPTIONS[1:-1], 'num_classes=3']
     status, _, err = command('rank', *IMAGES, *model)
-    assert status == 2 and '--images images has 2 subfolders, but the model 3 classes: give a folder for each' in err
+    assert 'The weights of vit_tiny_patch16_224 are random: give --pretrained or --checkpoint' in err
+    assert status == 2 and '--images images has 2 folders, but the model 3 classes: give a folder for each' in err
 
 
 def test_figures_without_matplotlib(command, monkeypatch):

@@ -89,7 +89,7 @@ def test_given_maps():
     st.integers(0, 2**31),
 )
 def test_by_least_squares(kind, num_heads, kernel_size, height, width, queries, dtype, seed):
-    """What is left of single shifts, of the worst kernel, and of others, by NumPy's least squares with the whole maps."""
+    """What is left of single shifts, of the worst kernel and of others, by NumPy's least squares on the whole maps."""
     torch.manual_seed(seed)
     probs = TOKENS[kind](4, num_heads, dtype=dtype).attention_probs((height, width)).detach()
     report = expressible_shifts_of_maps(probs, kernel_size, (height, width), queries)
@@ -128,7 +128,7 @@ def test_by_least_squares(kind, num_heads, kernel_size, height, width, queries, 
 
 @given(st.permutations(SHIFTS), st.integers(0, 9), st.sampled_from([torch.float32, torch.float64]))
 def test_heads_on_pixels_span_what_they_are_on(centers, number, dtype):
-    """Each head takes a ninth of a random kernel; with fewer than nine there is a kernel of which nothing is spanned."""
+    """Each head takes a ninth of a random kernel; without all nine, of some kernel nothing is spanned."""
     layer = gaussian_layer(2, centers[:number] + centers[:1]).to(dtype)  # one of them twice
     report = expressible_shifts(layer, 3, (6, 5), queries='interior')
     number = max(number, 1)
@@ -136,7 +136,9 @@ def test_heads_on_pixels_span_what_they_are_on(centers, number, dtype):
     assert report.worst == pytest.approx(float(number < 9), abs=1e-12) and report.rank == number
     assert report.expressible == sorted(centers[:number])
     words = ('0%', '0%') if number == 9 else (f'{100 * report.error:.3g}%', '100%; exactly the shifts ')
-    assert str(report).startswith('the heads span a random 3x3 kernel to within {}, every one to within {}'.format(*words))
+    assert str(report).startswith(
+        'the heads span a random 3x3 kernel to within {}, every one to within {}'.format(*words)
+    )
 
 
 @given(st.integers(1, 8), st.integers(0, 2**31))

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import timm
 import torch
 from helpers.explorer_pages import (
     HYBRID_SIZE,
@@ -37,6 +38,7 @@ PAGES = dict(
     # A class token, registers, 4x6 patches.
     vit=(lambda: small_vit(DINO, img_size=(32, 48), global_pool='token'), dict(size=32, width=48)),
     mixed=(small_mixed, {}),
+    pooled=(lambda: timm.create_model('pvt_v2_b0').eval(), dict(size=64)),  # 16x16 queries, 2x2 keys
     swin=(lambda: small_vit(SWIN, img_size=40), dict(size=40)),  # 10x10 patches in windows of 4x4: padded, shifted
 )
 
@@ -110,9 +112,8 @@ def check_numbers(browser, probs, query=None):
     if query is None:
         assert browser.text('near') == browser.text('center') == '–'
         return
-    row, column = query
-    window = probs[max(row - 1, 0) : max(row + 2, 0), max(column - 1, 0) : max(column + 2, 0)]
-    check_number(browser, 'near', window.sum(), 3 * largest / 255)
+    near = [(torch.arange(n) - at).abs() <= 1 for n, at in zip(probs.shape, query)]
+    check_number(browser, 'near', probs[near[0]][:, near[1]].sum(), 3 * largest / 255)
     center = [float(x) for x in browser.text('center').replace('−', '-').strip('()').split(',')]
     rows, columns = (torch.arange(n).double() - at for n, at in zip(probs.shape, query))
     expected = [float(probs.sum(1) @ rows / probs.sum()), float(probs.sum(0) @ columns / probs.sum())]
@@ -186,7 +187,7 @@ def test_drawn_one_row_down_and_two_columns_left(browser, pages):
 
 def shares_of(layer, part):
     """By head the mean probability of each shift that half of the queries see, and its range, from a page's data."""
-    rows, columns = layer['rows'], layer['columns']
+    rows, columns = ([math.floor(place + 0.5) for place in layer[axis]] for axis in ('rows', 'columns'))
     queries = [(row, column) for row in rows for column in columns]
     keys = [divmod(key, layer['grid'][1]) for key in range(math.prod(layer['grid']))]
     seen = [{*own, len(keys)} - {len(keys)} for own in layer['keys'].tolist()] if layer['keys'] is not None else None
@@ -218,7 +219,10 @@ def test_opens_on_the_most_local_head(name, browser, pages):
     assert (found['layer'], found['head'], tuple(found['shift'])) == (layer, head, shift)
     assert [found[name] for name in ('share', 'low', 'high', 'spread')] == pytest.approx([share, low, high, spread])
     says = browser.text('says')
-    assert says.startswith(f'Head {head} of {content["layers"][layer]["label"]} ') and says.count('%') >= 3
+    assert says.startswith(f'Head {head} of {content["layers"][layer]["label"]} ')
+    keys = content['layers'][layer]['keys']
+    count = math.prod(content['layers'][layer]['grid']) if keys is None else keys.shape[1]
+    assert ('nearly uniform' in says) == (spread > 0.9 * count) == ('%' not in says)
     assert browser.script("return document.getElementById('says').getAttribute('aria-live')") == 'polite'
 
 
@@ -242,7 +246,8 @@ def test_sentences(browser, tmp_path):
     assert browser.text('says').startswith(start)
     browser.state('#layer=0&head=2')
     start = (
-        'Head 2 of block 0 is a Gaussian, wider than the image, around the query itself. It spreads over about 60 of 60'
+        'Head 2 of block 0 is a Gaussian, wider than the image, around the query itself. It is nearly '
+        'uniform: it spreads over about 60 of 60 tokens.'
     )
     assert browser.text('says').startswith(start)
     browser.open(write_page(tmp_path, content_model(), images_of()), '#layer=1&head=1&part=both')
@@ -413,8 +418,15 @@ def test_colours_of_the_figures(browser, pages):
     """On their scale; the map is drawn in them, over a picture that leaves white as it is."""
     style = pytest.importorskip('attncnn_plugin.visualization.style')
     browser.open(pages['quadratic'][2], '#theme=light&layer=0&head=0&query=3,5')
+    light = style.ATTENTION_COLORS(np.linspace(0, 1, 256))[:, :3]
+    dark = light + 1 - light.max(-1, keepdims=True) - light.min(-1, keepdims=True)  # as of dark pictures
     ramp = np.reshape(list(browser.script('return [...colours()]')), (256, 4))[:, :3]
-    assert np.abs(ramp - 255 * style.ATTENTION_COLORS(np.linspace(0, 1, 256))[:, :3]).max() < 4
+    assert np.abs(ramp - 255 * light).max() < 4
+    browser.script("change({theme: 'dark'})")
+    ramp = np.reshape(list(browser.script('return [...colours()]')), (256, 4))[:, :3]
+    stops = np.array([0, 85, 127, 170, 255])  # between them other hues are mixed
+    assert np.abs(ramp - 255 * dark)[stops].max() < 6
+    browser.script("change({theme: 'light'})")
     assert browser.script("return color('--heads').split(' ')") == list(style.COLORS)
     low, high = style.ATTENTION_RANGE
     assert (browser.text('ramp-start'), browser.text('ramp-end')) == (f'1/{1 / low:.0f}×', f'{high:.0f}×')
@@ -474,7 +486,8 @@ def test_class_token_as_query(browser, pages):
     check(of_pixel, (2, 3))
     others = float(probs[of_pixel, :5].sum())
     assert browser.number('total') == pytest.approx(1 - others, rel=5e-4)
-    beside, where = re.fullmatch(r'The rest, (\S+), lies on (.*): .*', browser.text('total-rest')).groups()
+    rest = re.fullmatch(r'The rest, (\S+), lies on (.*), beside the image.', browser.text('total-rest'))
+    beside, where = rest.groups()
     assert float(beside) == pytest.approx(others, rel=5e-3) and where == 'cls … extra 5'
     browser.click('#query-tokens button')
     assert browser.text('query-place') == 'Token cls' and locked(browser)
@@ -494,6 +507,16 @@ def test_class_token_as_query(browser, pages):
     browser.click('#query-tokens button')
     browser.press('#query', 'down')
     assert browser.text('query-place') == 'Row 2, column 1' and 'token' not in browser.script('return location.hash')
+
+
+def test_pooled_keys(browser, pages):
+    """Each query of the finer grid has its own number, and its place between the keys."""
+    browser.open(pages['pooled'][2], '#layer=0&head=0&query=3,14')
+    assert browser.text('query-place') == 'Row 3, column 14' and browser.text('grid') == '2×2 tokens, 16×16 queries.'
+    layer = unpack(pages['pooled'][2].read_text(encoding='utf-8'))['layers'][0]
+    check_numbers(browser, probs_in(layer, 'attention')[0, 3 * 16 + 14].unflatten(0, (2, 2)), (-0.0625, 1.3125))
+    browser.press('#query', 'right', 'right', 'down')
+    assert browser.text('query-place') == 'Row 4, column 15'
 
 
 def test_windows(browser, pages):

@@ -33,8 +33,9 @@ def test_small_current_and_linked(page):
     assert shells[0] == shells[1], 'run docs/explorer_pages.py again'
     assert_alike(unpack(now), unpack(then))
     name = page.relative_to(GALLERY).as_posix()
-    assert any(f'({name})' in text.read_text() for text in GALLERY.glob('*.md'))
-    assert 'href="index.html"' in then and (GALLERY / f'{page.parent.name}.md').is_file()  # beside it on the site
+    assert f'({name})' in (GALLERY / f'{page.parent.name}.md').read_text()
+    assert f'(gallery/{name})' in (GALLERY.parent / 'explorer.md').read_text()
+    assert 'href="index.html"' in then  # the network's page on the site
 
 
 def assert_alike(now, then):
@@ -74,7 +75,7 @@ def test_numbers_are_of_the_weights(name):
     (network,) = re.findall(r'^`(\w+)` has', text, re.MULTILINE)
     (accuracy,) = re.findall(r'value: (.+)', (FOLDER / f'{network}.md').read_text())
     assert f'{float(accuracy):.1f}%' in text
-    assert re.search(rf'\({name}.md\), {float(accuracy):.1f}%', (GALLERY / 'index.md').read_text())
+    assert re.search(rf'\(gallery/{name}.md\), {float(accuracy):.1f}%', (GALLERY.parent / 'explorer.md').read_text())
     model = timm.create_model(network, pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     images = torch.stack([transform(Image.open(path).convert('RGB')) for path in example_images().values()])

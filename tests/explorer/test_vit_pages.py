@@ -1,6 +1,5 @@
 """Pages of other libraries' vision transformers: what is in them is the attention that the model computes."""
 
-import contextlib
 import math
 
 import pytest
@@ -113,32 +112,82 @@ def test_errors():
         page_of(model, images_of(1, size=644))
 
 
-LEFT_OUT = {  # heads mixed to negative weights, and the class token alone; fewer queries than keys
-    'cait_xxs24_224': (
-        dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3),
-        'blocks_token_only.0.attn',
-    ),
-    'hiera_tiny_224': (dict(img_size=128, stages=(1, 1, 1, 1), embed_dim=24, num_heads=1), 'blocks.1.attn'),
-    'maxvit_nano_rw_256': (dict(img_size=128), None),  # attention in windows, and in grids of tokens that lie apart
-    'vit_small_patch14_reg4_dinov2': (dict(img_size=(28, 56), patch_size=14, embed_dim=24, num_heads=3, depth=2), None),
+MORE_KINDS = {
+    'maxvit_nano_rw_256': dict(img_size=128),  # windows, and grids of tokens that lie apart
+    'vit_small_patch14_reg4_dinov2': dict(img_size=(28, 56), patch_size=14, embed_dim=24, num_heads=3, depth=2),
+    'cait_xxs24_224': dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3),
+    'pvt_v2_b0': dict(),
+    'xcit_nano_12_p16_224': dict(img_size=SIZE),
 }
 
 
-@pytest.mark.parametrize('name', LEFT_OUT)
-def test_what_is_left_out_is_named(name):
-    settings, without = LEFT_OUT[name]
-    model, height, width = timm.create_model(name, **settings).eval(), *to_2tuple(settings['img_size'])
-    if name.startswith('cait'):  # no negative weights in the first block, whose rows add up to 1
-        mixed = model.blocks[0].attn.proj_w
-        mixed.weight.data, mixed.bias.data = mixed.weight.data.softmax(-1), torch.zeros(3)
-    images = images_of(1, size=height, width=width)
-    with pytest.warns(UserWarning, match='is left out') if without else contextlib.nullcontext():
-        content = unpack(page_of(model, images))
-    expected, left_out = attention_maps(model, images), content['leftOut']
-    assert {layer['name'] for layer in content['layers']} == expected.keys() - left_out
-    assert without in left_out if without else not left_out
+def made(name):
+    settings = MORE_KINDS[name]
+    height, width = to_2tuple(settings.get('img_size', 64))
+    return timm.create_model(name, **settings).eval(), images_of(1, size=height, width=width)
+
+
+@pytest.mark.parametrize('name', list(MORE_KINDS)[:2])
+def test_more_kinds(name):
+    model, images = made(name)
+    content, expected = unpack(page_of(model, images)), attention_maps(model, images)
+    assert [layer['name'] for layer in content['layers']] == list(expected) and content['leftOut'] == []
+    for layer, probs in zip(content['layers'], expected.values()):
+        check(layer, probs[0])
+
+
+def test_mixed_heads_and_a_class_token_alone():
+    """CaiT mixes heads after the softmax: negative weights count as 0, and the page has the least one."""
+    model, images = made('cait_xxs24_224')
+    content, expected = unpack(page_of(model, images)), attention_maps(model, images)
+    assert content['leftOut'] == ['blocks_token_only.0.attn', 'blocks_token_only.1.attn']
     for layer in content['layers']:
-        check(layer, expected[layer['name']][0])
+        probs = expected[layer['name']][0]
+        assert layer['least'] == pytest.approx(probs.min().item()) and probs.min() < 0
+        assert relative_errors(probs_in(layer, 'attention'), probs.clamp(min=0).double()).max() <= 1 / 255 + 1e-6
+
+
+def test_pooled_keys_and_queries():
+    """PVT: each query, of a finer grid, lies between the rows of its keys. Hiera: in the middle of those it pools."""
+    model, images = made('pvt_v2_b0')
+    layers, expected = unpack(page_of(model, images))['layers'], attention_maps(model, images)
+    assert [layer['name'] for layer in layers] == list(expected)
+    for layer, side in zip(layers, (16, 16, 8, 8, 4, 4, 2, 2)):
+        assert layer['grid'] == [2, 2] and len(layer['rows']) == len(layer['columns']) == side
+        assert layer['rows'] == pytest.approx([(i + 0.5) * 2 / side - 0.5 for i in range(side)])
+        assert (
+            relative_errors(probs_in(layer, 'attention'), expected[layer['name']][0].double()).max() <= 1 / 255 + 1e-6
+        )
+    model = timm.create_model('hiera_tiny_224', img_size=128, stages=(1, 1, 1, 1), embed_dim=24).eval()
+    content = unpack(page_of(model, images_of(1, size=128)))
+    assert [layer['grid'] for layer in content['layers'][:2]] == [[32, 32], [32, 32]] and content['grid'] == [32, 32]
+    pooled = content['layers'][1]
+    assert pooled['rows'] == pooled['columns'] == [0.5 + 2 * i for i in range(16)]
+    for number, keys in enumerate(pooled['keys']):
+        row, column = (pooled[axis][at] for axis, at in zip(('rows', 'columns'), divmod(number, 16)))
+        first = [8 * int(at // 8) for at in (row, column)]
+        assert sorted(keys) == [32 * (first[0] + i) + first[1] + j for i in range(8) for j in range(8)]
+    assert probs_in(pooled, 'attention').sum(-1) == pytest.approx(1, abs=0.01)
+
+
+class PooledInRows(torch.nn.Module):
+    """Attention to keys that are pooled in the order of tokens, as NextViT's: they are no patches of a grid."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, 4, 4, 4)
+
+    def forward(self, images):
+        tokens = self.patches(images).flatten(2)
+        keys = torch.nn.functional.avg_pool1d(tokens, 4).mT[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(tokens.mT[:, None], keys, keys)
+
+
+def test_what_is_no_patches():
+    with pytest.raises(ValueError, match='no attention of a PooledInRows is between all patches of a grid'):
+        page_of(PooledInRows(), images_of(1, size=64))
+    with pytest.raises(ValueError, match='no attention of a Xcit is between all patches of a grid'):
+        page_of(*made('xcit_nano_12_p16_224'))
 
 
 def test_keyword_arguments_and_a_call():

@@ -117,7 +117,7 @@ def test_named_architectures():
     [
         (dict(arch='huge'), "arch='huge' must be one of .*'base-16heads', 'tiny'"),
         (dict(arch=dict(embed_dims=8)), r"arch=\{'embed_dims': 8\} must be one of .*\['embed_dims'"),
-        (dict(out_type='cls_token'), 'Unsupported `out_type` cls_token'),
+        (dict(out_type='cls_token'), "out_type='cls_token' is unknown: choose one of"),
         (dict(out_indices=2), 'out_indices=2 must name different blocks by numbers from -2 to 1'),
         (dict(out_indices=(-3,)), r'out_indices=\(-3,\) must name'),
         (dict(out_indices=(1, -1)), r'out_indices=\(1, -1\) must name'),

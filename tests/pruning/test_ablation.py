@@ -129,12 +129,12 @@ def test_a_loss_without_accuracy_and_the_table():
 def test_a_compiled_model_is_judged_too(in_place, name):
     model, size = small_classifier(name)
     batches = [(torch.randn(2, 3, size, size), torch.arange(2))]
-    pruner = PruneHeads(keep=3, criteria=[dict(type='entropy', threshold=0.0)])
+    pruner = PruneHeads(batches=batches, keep=3, criteria=[dict(type='entropy', threshold=0.0)])
     judge = (
         lambda model: head_ablation(model, batches, loss_and_right).mean_loss,
         lambda model: head_importance(model, batches, loss_and_right),
         lambda model: head_costs(model, lambda: model(batches[0][0]))[1],
-        lambda model: {name: own.mean for name, own in pruner.judge(model, batches).means.items()},
+        lambda model: {name: own.mean for name, own in pruner.judge(model).means.items()},
     )
     expected = [own(model) for own in judge]
     if in_place:

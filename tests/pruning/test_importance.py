@@ -228,7 +228,8 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
         pruner = PruneHeads(batches=counts, loss=loss_of, multiply_adds=multiply_adds)
         pruner.check(model)
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
-        found.append(pruner.judge(model, [batch]).heads)
+        pruner.batches = [batch]
+        found.append(pruner.judge(model).heads)
         assert (
             pruner._costs(model, batch, prunable_heads(model))[0] == head_costs(model, lambda: model(batch[0][:1]))[0]
         )
@@ -239,13 +240,13 @@ def test_no_order_without_finite_numbers():
     model = small_vit('vit_tiny_patch16_224')
     images, labels = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
     images[0, 0, 0, 0] = torch.nan
-    pruner = PruneHeads(loss=loss_of, keep=7)
+    pruner = PruneHeads(batches=[(images, labels)], loss=loss_of, keep=5)
     with pytest.raises(ValueError, match='is nan for batch 0: a finite number is needed'):
-        pruner.judge(model, [(images, labels)])
+        pruner.judge(model)
     with pytest.raises(ValueError, match='there were no images'):
-        pruner.judge(model, [])
+        PruneHeads(keep=3).judge(model)
     with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
-        pruner.check(model)
+        PruneHeads(loss=loss_of, keep=7).check(model)
 
 
 def test_number_of_heads():

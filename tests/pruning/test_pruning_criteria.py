@@ -61,11 +61,11 @@ def find_degenerate_heads(layer, *args):
 
 
 def largest_eigenvalue(layer):
-    return criteria.largest_eigenvalue(factor_of(layer.gaussian_heads(), ''))
+    return criteria.largest_eigenvalue(factor_of(layer.gaussian_heads()))
 
 
 def condition_number(layer):
-    return criteria.condition_number(factor_of(layer.gaussian_heads(), ''))
+    return criteria.condition_number(factor_of(layer.gaussian_heads()))
 
 
 def values(found):
@@ -235,7 +235,7 @@ def test_given_maps():
     assert degenerate_heads_of_maps(maps[:0]) == DegeneracyReport(0, ())
     lines = str(degenerate_heads_of_maps(maps, ['stripe', 'entropy'], gaussian)).splitlines()
     assert lines[0] == '3 of 5 heads degenerate' and '   2  stripe     condition number 2.62e+05 > 1e+03' in lines
-    with pytest.raises(TypeError, match='attention has no Gaussian heads'):
+    with pytest.raises(TypeError, match="'uniform' is for Gaussian heads"):
         degenerate_heads_of_maps(maps, ['uniform'])
     with pytest.raises(ValueError, match='not finite'):
         degenerate_heads_of_maps(maps * math.nan)
@@ -277,7 +277,7 @@ def test_criteria_that_are_refused():
     with pytest.raises(ValueError, match='single token'):
         find_degenerate_heads(layer, ['entropy'], 1)
     for name in ('uniform', 'stripe'):
-        with pytest.raises(TypeError, match="LearnedAttention.*'entropy' and 'duplicate'"):
+        with pytest.raises(TypeError, match="LearnedAttention.* for Gaussian heads.*'entropy', 'duplicate'"):
             find_degenerate_heads(learned(), [name])
     with pytest.raises(ValueError, match='judged by what it does on images, but none were observed'):
         find_degenerate_heads(ContentAttention(4, 2))

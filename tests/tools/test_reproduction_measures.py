@@ -111,8 +111,9 @@ def test_heads_that_are_drawn():
     """So many stay, of each layer one at least, and other seeds draw others."""
     model, batch = started('as it comes'), measures._validation_data(config_of('as it comes'), 10)
     hook, found = HOOKS.build(dict(type='RandomPruningHook', keep=6, epochs=[0])), []
+    hook.pruner.batches = [batch]
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(hook.pruner.judge(model, [batch]).heads)
+        found.append(hook.pruner.judge(model).heads)
     assert found[0] == found[1] != found[2]
     assert all(len(heads) == 3 for heads in found[0].values()) and len(found[0]) == len(prunable_heads(model)) == 6

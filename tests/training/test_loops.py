@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import heads
+from attncnn_plugin.heads.found import find_entries
 from attncnn_plugin.pruning import (
     head_ablation,
     head_importance,
@@ -376,11 +377,12 @@ def test_no_images_and_no_loss():
     model, criteria = Named(), ['uniform', 'duplicate']
     with torch.no_grad():
         model.network.blocks[0].attn.encoding.sqrt_precision[1] = 0
-    pruner = PruneHeads(criteria=criteria)
-    judged = pruner.judge(model, size=(8, 8))
-    assert judged.heads == pruner.judge(model, [dict(images=IMAGES)]).heads == {'network.blocks.0.attn': [1]}
+    batches = [dict(images=IMAGES)]
+    pruner = PruneHeads(batches=batches, criteria=criteria, bias_correction=False)
+    judged = pruner.judge(model)
+    assert judged.heads == {'network.blocks.0.attn': [1]}
     with pytest.raises(ValueError, match='gave None, but the mean loss is needed'):
-        PruneHeads(criteria=criteria, keep=5).judge(model, [dict(images=IMAGES)])
+        PruneHeads(batches=batches, criteria=criteria, keep=5).judge(model)
     expected = copy.deepcopy(model)
     prune_heads(expected, judged.heads)
     pruner.remove(model, judged)
@@ -389,7 +391,7 @@ def test_no_images_and_no_loss():
 
 def test_images_of_another_dtype():
     model = vit().bfloat16()
-    found = [PruneHeads(keep=4).judge(model, [(IMAGES.to(dtype), LABELS)]) for dtype in (None, torch.bfloat16)]
+    found = [PruneHeads(batches=[(IMAGES.to(dtype), LABELS)], keep=4).judge(model) for dtype in (None, torch.bfloat16)]
     assert found[0].heads == found[1].heads
 
 
@@ -610,13 +612,15 @@ def judged_by(batches):
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight.mul_(20)
-    return PruneHeads(criteria=[dict(type='entropy', threshold=0.0)]).judge(model, batches)
+    return PruneHeads(batches=batches, criteria=[dict(type='entropy', threshold=0.0)]).judge(model)
 
 
 def judge_on_a_rank(rank, half, folder):
     batches, drawn = [(IMAGES[half], LABELS[half])], ([4.0, 0, 1], [0.0, 0.5, 2])[rank]
     by = lambda *args: {f'blocks.{block}.attn': torch.tensor(drawn) for block in range(2)}  # noqa: E731
-    assert PruneHeads(by=by, keep=4).judge(vit(), batches).heads == {f'blocks.{block}.attn': [1] for block in range(2)}
+    assert PruneHeads(batches=batches, by=by, keep=4).judge(vit()).heads == {
+        f'blocks.{block}.attn': [1] for block in range(2)
+    }
     judged = judged_by(batches)
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
     return judged.heads, found, torch.cat(judged.means['blocks.0.attn'].mean)
@@ -646,13 +650,13 @@ def last_first(model, batches, loss):
 def test_any_score_of_heads(by):
     torch.manual_seed(0)
     model, batches = vit(embed_dim=24), batches_of(0)
-    judged = PruneHeads(by=by, keep=3).judge(model, batches)
+    judged = PruneHeads(batches=batches, by=by, keep=3).judge(model)
     assert judged.heads == least_important(by(model.eval(), batches, loss_of_batch), keep=3)
     if by is head_importance:
-        assert judged.heads == PruneHeads(keep=3).judge(model, batches).heads
+        assert judged.heads == PruneHeads(batches=batches, keep=3).judge(model).heads
     if by is last_first:
         assert judged.heads == {'blocks.0.attn': [1, 2], 'blocks.1.attn': [2]}
-        only = PruneHeads(by=by, threshold=0, layers='blocks.1.*').judge(model, batches)
+        only = PruneHeads(batches=batches, by=by, threshold=0, layers=['blocks.1.*']).judge(model)
         assert only.heads == {'blocks.1.attn': [2]} and only.reports['blocks.1.attn'].found[0].value == -1
 
 
@@ -666,7 +670,7 @@ def test_any_score_of_heads(by):
 )
 def test_scores_that_are_no_scores(score, message):
     with pytest.raises(ValueError, match=message):
-        PruneHeads(by=lambda *args: score, keep=3).judge(vit(embed_dim=24), batches_of(0))
+        PruneHeads(batches=batches_of(0), by=lambda *args: score, keep=3).judge(vit(embed_dim=24))
 
 
 def prune_with_a_mistake_on_a_rank(rank, half, folder):
@@ -675,7 +679,7 @@ def prune_with_a_mistake_on_a_rank(rank, half, folder):
     for batches in ([], [(IMAGES[half], LABELS[half] + 9)]):
         good = [(IMAGES[half], LABELS[half])]
         try:
-            PruneHeads(keep=3).judge(vit(), batches if rank == 1 else good)
+            PruneHeads(batches=batches if rank == 1 else good, keep=3).judge(vit())
         except (ValueError, RuntimeError) as error:
             found.append(str(error))
     model, good = vit(embed_dim=24), [(IMAGES[half], LABELS[half])]
@@ -703,14 +707,28 @@ def test_numbers_of_numpy():
     assert sum(numbers(model)) == 4
 
 
+def test_layers_are_checked_once(monkeypatch):
+    """Not at every epoch before the pruning; those that are new are."""
+    found, model = [], vit()
+    monkeypatch.setattr(head_pruning, 'find_entries', lambda *args: found.append(args[1]) or find_entries(*args))
+    pruner = PruneHeads(epoch=9, batches=[(IMAGES, LABELS)], keep=2)
+    for epoch in range(3):
+        pruner.on_epoch_begin(model, [], epoch)
+    assert len(found) == 1
+    model.blocks[1].attn = copy.deepcopy(model.blocks[1].attn)
+    pruner.on_epoch_begin(model, [], 3)
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize('bias_correction', [True, False])
 def test_a_duplicate_hands_on_its_values(bias_correction):
     model = small_timm('sa_generalized_cifar', depth=1).eval()
     with torch.no_grad():
         for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
             parameter[2] = parameter[0]
-    expected, pruner = model(IMAGES), PruneHeads(criteria=['duplicate'], bias_correction=bias_correction)
-    judged = pruner.judge(model, [(IMAGES, LABELS)])
+    expected = model(IMAGES)
+    pruner = PruneHeads(batches=[(IMAGES, LABELS)], criteria=['duplicate'], bias_correction=bias_correction)
+    judged = pruner.judge(model)
     assert judged.heads == {'blocks.0.attn': [2]}
     pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2

@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from attncnn_plugin.analysis import MeanAttention, mean_attention
+from attncnn_plugin.attention.positions import GaussianHeads
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.visualization import (
     plot_attention_centers,
@@ -78,9 +79,8 @@ def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
     for axes in figure.axes[:-1]:
         if axes.get_title().startswith('head 0:'):
             (map_,) = axes.get_images()
-            row, column = np.argwhere(map_.get_array() > 63)[0]  # of 64 tokens
-            left, right, bottom, top = map_.get_extent()
-            assert (top + row + 0.5, left + column + 0.5) == (1, -2) and bottom > top and right > left
+            ((row, column),) = np.argwhere(map_.get_array() > 63)  # of 64 tokens
+            assert (row, column) == (4 + 1, 4 - 2) and list(map_.get_extent()) == [-0.5, 7.5, 7.5, -0.5]
 
 
 @pytest.mark.parametrize('mass, style', [(0.5, '-'), (0.9, '--')])
@@ -125,21 +125,22 @@ def test_heads_keep_their_numbers():
     assert sorted(title.split(':')[0] for title in titles) == ['head 0', 'head 2']
 
 
-def test_probabilities_are_ordered_by_locality_and_zoomed():
+def test_probabilities_are_zoomed():
+    """A head is in the same column in all layers."""
     model = model_with_head((0.0, 3.0), sqrt_precision=HARD)
     with torch.no_grad():
         for block in model.blocks:
             block.attn.encoding.center[1:] = torch.tensor([[-1.0, 0.0], [0.0, 0.0]])
             block.attn.encoding.sqrt_precision.fill_(HARD)
     figure = plot_attention_probs(maps_of(model, (10, 12)))
-    assert [axes.get_title() for axes in figure.axes[:3]] == ['head 2: 1', 'head 1: 1', 'head 0: 1']
+    assert [axes.get_title() for axes in figure.axes[:3]] == ['head 0: 1', 'head 1: 1', 'head 2: 1']
     assert [axes.get_ylabel() for axes in figure.axes[:-1] if axes.get_ylabel()] == ['block 0', 'block 1']
-    assert all((axes.get_xlim(), axes.get_ylim()) == ((-3.5, 3.5), (3.5, -3.5)) for axes in figure.axes[:6])
+    assert all((axes.get_xlim(), axes.get_ylim()) == ((2.5, 9.5), (8.5, 1.5)) for axes in figure.axes[:6])
     (query,) = figure.axes[0].patches
-    assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_edgecolor()) == '#000000'
+    assert query.get_xy() == (5.5, 4.5) and to_hex(query.get_edgecolor()) == '#000000'
     # Beyond the grid there is nothing to show.
     corner = plot_attention_probs(maps_of(model, (10, 12)), (0, 11)).axes[0]
-    assert list(corner.get_images()[0].get_extent()) == [-11.5, 0.5, 9.5, -0.5] and corner.get_xlim() == (-3.5, 3.5)
+    assert list(corner.get_images()[0].get_extent()) == [-0.5, 11.5, 9.5, -0.5] and corner.get_xlim() == (7.5, 14.5)
     whole = plot_attention_probs(maps_of(model, (10, 12)), (2, 7), zoom=None).axes[0]
     assert whole.get_images()[0].get_array().shape == (10, 12) and whole.patches[0].get_xy() == (6.5, 1.5)
 
@@ -154,12 +155,14 @@ def test_a_head_that_attends_to_all_pixels_alike_is_white():
     assert np.allclose(nowhere.to_rgba(nowhere.get_array()), nowhere.cmap(0.0))
 
 
-def test_an_image_beside_its_probabilities():
-    maps = {'blocks.0.attn': MeanAttention(torch.full((3, 24, 24), 1 / 24), (6, 4))}
-    image = np.random.default_rng(0).integers(0, 255, (12, 8, 3), dtype=np.uint8)
-    axes = plot_attention_probs(maps, (1, 3), zoom=None, image=image).axes
-    assert np.array_equal(axes[0].get_images()[0].get_array(), image)
-    assert axes[0].get_images()[0].get_extent() == [-0.5, 3.5, 5.5, -0.5] and axes[0].patches[0].get_xy() == (2.5, 0.5)
+def test_one_wide_head_does_not_set_the_limits():
+    """Of four contours one is far wider than the panel; every centre is in it."""
+    factor = torch.tensor([2.0, 2.0, 2.0, 0.1])[:, None, None].double() * torch.eye(2)  # 0.1: a circle of radius 11.8
+    centers = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 5.0], [0.0, 1.0]], dtype=torch.float64)
+    maps = MeanAttention(torch.full((4, 400, 400), 1 / 400), (20, 20), gaussian=GaussianHeads(centers, factor))
+    axes = plot_attention_centers({'a': maps}).axes[0]
+    assert 5.5 <= axes.get_xlim()[1] < 7 < np.abs(contours_of(axes, 3)['-']).max()
+    assert head_marks(axes)['head 2'] == (0, 5)
 
 
 def test_wrong_arguments_of_figures():
@@ -215,7 +218,10 @@ def test_files_by_their_suffix(tmp_path):
     assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
     save_figure(centers_of(model, (4, 4)), tmp_path / 'b.svg')
     assert (tmp_path / 'a.svg').read_bytes() == (tmp_path / 'b.svg').read_bytes()
-    with pytest.raises(ValueError, match=r'must end in .png or .svg'):
+    for name in ('a.pdf', 'b.pdf'):
+        save_figure(centers_of(model, (4, 4)), tmp_path / name)
+    assert (tmp_path / 'a.pdf').read_bytes() == (tmp_path / 'b.pdf').read_bytes()
+    with pytest.raises(ValueError, match=r'must end in .png, .svg or .pdf'):
         save_figure(figure, tmp_path / 'a.jpg')
 
 
