@@ -135,20 +135,19 @@ def output_of(model, images):
     return output[-1] if isinstance(output, tuple) else output
 
 
-def output_linear(model, name):
-    """The map of another library that takes the outputs of all heads of a layer, one after the other."""
-    module = model.get_submodule(name)
-    beside = getattr(model.get_submodule(name.rpartition('.')[0]), 'output', None)  # of transformers before 5.20
-    places = (module, 'proj'), (module, 'out_proj'), (module, 'o_proj'), (beside, 'dense')
-    return next(getattr(owner, own) for owner, own in places if hasattr(owner, own))
+def map_of_outputs(model, name):
+    """The map that takes the outputs of all heads of a layer, one after the other, as libraries call it."""
+    module, beside = model.get_submodule(name), getattr(model.get_submodule(name.rpartition('.')[0]), 'output', None)
+    places = (*((module, own) for own in ('proj', 'o_proj', 'out_proj', 'last')), (beside, 'dense'))
+    return next(getattr(owner, own) for owner, own in places if hasattr(owner, own))  # of old transformers beside
 
 
 def output_map(model, name, head):
-    """The map that takes the outputs of all heads of a layer of any library, and the columns of one head."""
+    """The map that takes the outputs of all heads of a layer, and the columns of one; they lie one after the other."""
     layer = prunable_heads(model)[name]
     if isinstance(layer, PrunableHeads):
         return layer.output, layer.output_entries([head])
-    output = output_linear(model, name)
+    output = map_of_outputs(model, name)
     return output, torch.arange(output.in_features).view(layer.num_heads, -1)[head]
 
 

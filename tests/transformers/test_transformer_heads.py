@@ -8,7 +8,7 @@ import timm
 import torch
 from helpers.adapter import Adapter
 from helpers.small import numbers, small_timm
-from helpers.vits import OF_TIMM, SETTINGS, SIZE, not_small, output_linear, output_of, small_vit
+from helpers.vits import OF_TIMM, SETTINGS, SIZE, map_of_outputs, not_small, output_of, small_vit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,7 +42,7 @@ def mask_heads(model, heads, num_heads=3):
     """Sets the columns of heads in the map that takes them to zero."""
     for name, indices in heads.items():
         with torch.no_grad():
-            output_linear(model, name).weight.unflatten(1, (num_heads, -1))[:, indices] = 0
+            map_of_outputs(model, name).weight.unflatten(1, (num_heads, -1))[:, indices] = 0
     return model
 
 
@@ -73,8 +73,8 @@ def test_removed_heads_are_heads_at_zero(name, fused):
     assert change.parameters_after == sum(p.numel() for p in model.parameters()) < change.parameters_before
     assert numbers(model) == [3 - len(heads[layer_name]) for layer_name in layers]
     for layer_name, module in modules.items():
-        width = output_linear(whole, layer_name).in_features // 3 * (3 - len(heads[layer_name]))
-        assert output_linear(model, layer_name).in_features == width == getattr(module, 'attn_dim', width)
+        width = map_of_outputs(whole, layer_name).in_features // 3 * (3 - len(heads[layer_name]))
+        assert map_of_outputs(model, layer_name).in_features == width == getattr(module, 'attn_dim', width)
         assert getattr(module, 'scale', None) == scales[layer_name]
         assert getattr(module, 'fused_attn', fused) == fused
     first = next(iter(layers))
