@@ -76,6 +76,7 @@ def test_imports_run_one_way(repository, monkeypatch, capsys):
     """The arrows between the folders of the package, which pyproject.toml lists."""
     cli = pytest.importorskip('importlinter.cli', reason='pip install import-linter')
     monkeypatch.chdir(repository)  # for the package of this checkout
+    monkeypatch.setattr('logging.config.dictConfig', lambda config: None)  # it would silence all other loggers
     status = cli.lint_imports(config_filename=str(repository / 'pyproject.toml'), no_cache=True, verbose=False)
     assert status == cli.EXIT_STATUS_SUCCESS, capsys.readouterr().out
 

@@ -37,7 +37,7 @@ def check(layer, probs, image=0):
     assert (relative_errors(found, patches) <= 1 / 255 + 1e-6).all()
     assert torch.allclose(found.amax(-1), patches.amax(-1), rtol=1e-6)
     if others:
-        assert torch.equal(beside, probs[..., :others].double())
+        assert torch.allclose(beside, probs[..., :others].double(), rtol=1e-6)  # images alone and in batches differ
     assert torch.allclose(beside.sum(-1), 1 - patches.sum(-1), atol=2e-5)
     if layer['keys'] is not None:  # those that a query sees
         for keys, seen in zip(layer['keys'].tolist(), patches.amax(0) > 1e-30):
