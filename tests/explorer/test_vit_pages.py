@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from helpers.explorer_pages import beside_in, images_of, page_of, pictures_of, probs_in, relative_errors, unpack
+from helpers.versions import hugging_face_library
 from helpers.vits import OF_HUGGING_FACE, OF_MMPRETRAIN, OF_TIMM, OF_TORCHVISION, SIZE, not_small, small_vit
 from timm.layers import to_2tuple
 
@@ -192,7 +193,7 @@ def test_what_is_no_patches():
 
 def test_keyword_arguments_and_a_call():
     """CLIP: the vision tower alone, of keyword arguments, and inside of the whole model."""
-    transformers = pytest.importorskip('transformers')
+    transformers = hugging_face_library()
     tower = dict(image_size=SIZE, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
     vision = not_small(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**tower, intermediate_size=24)))
     whole = transformers.CLIPModel(transformers.CLIPConfig(vision_config=vision.config.to_dict()))
@@ -212,7 +213,7 @@ def test_keyword_arguments_and_a_call():
 
 
 def test_text_is_refused():
-    transformers = pytest.importorskip('transformers')
+    transformers = hugging_face_library()
     size = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=24)
     model, images = transformers.BertModel(transformers.BertConfig(**size)), images_of(1)
     with pytest.raises(ValueError, match=r'no page of a BertModel with images=.*\(1, 3, 16, 16\)'):

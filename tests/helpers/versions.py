@@ -1,6 +1,9 @@
 """What the installed versions of other libraries have."""
 
 import importlib.metadata
+import sys
+
+import pytest
 
 
 def new_hugging_face():
@@ -10,3 +13,9 @@ def new_hugging_face():
     except importlib.metadata.PackageNotFoundError:  # a folder of tests has the library's name
         return False
     return [*map(int, version.split('.')[:2])] >= [5, 20]
+
+
+def hugging_face_library():
+    """Returns ``transformers``; skips the test where only the folder of tests has this name."""
+    pytest.importorskip('transformers.models')
+    return sys.modules['transformers']

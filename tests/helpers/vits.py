@@ -1,7 +1,5 @@
 """Small vision transformers of four libraries, one for each kind of attention."""
 
-import sys
-
 import pytest
 import timm
 import torch
@@ -11,6 +9,7 @@ from attncnn_plugin.attention.heads import PrunableHeads
 from attncnn_plugin.pruning import prunable_heads
 
 from .small import small_model, small_timm, trained_like
+from .versions import hugging_face_library
 
 SIZE = 32
 WITH_MLP = 'vit_relpos_small_patch16_224'  # which gives biases of relative positions, and cannot start as a convolution
@@ -106,7 +105,7 @@ def new_vit(name, **settings):
     """A model of timm, a backbone of mmpretrain, or a classifier of the library in its name, as it begins."""
     library, _, kind = name.rpartition('.')
     if library == 'transformers':
-        transformers = pytest.importorskip('transformers.models') and sys.modules['transformers']
+        transformers = hugging_face_library()
         if not hasattr(transformers, f'{kind}Config'):
             pytest.skip(f'transformers {transformers.__version__} has no {kind}')
         config = getattr(transformers, f'{kind}Config')(**settings)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.small import small_timm
+from helpers.versions import hugging_face_library
 from helpers.vits import OF_HUGGING_FACE, SIZE, output_map, output_of, small_classifier, small_vit
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,7 +46,7 @@ def by_differences(model, images, labels, step=1e-4):
 
 
 def small_bert():
-    transformers = pytest.importorskip('transformers')
+    transformers = hugging_face_library()
     sizes = dict(hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
     return transformers.BertModel(transformers.BertConfig(**sizes))
 

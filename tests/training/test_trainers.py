@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.plain_digits import digits, network
 from helpers.small import numbers
-from helpers.versions import new_hugging_face
+from helpers.versions import hugging_face_library, new_hugging_face
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -60,7 +60,7 @@ def as_dict(samples):
 
 
 def hugging_face(train, folder, network=None, optimizers=(None, None), parts=None, **settings):
-    transformers = pytest.importorskip('transformers')
+    transformers = hugging_face_library()
     pytest.importorskip('accelerate')
     from attncnn_plugin.training.hugging_face import EpochCallback
 
@@ -126,7 +126,7 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
 @pytest.mark.slow
 def test_trainer_with_a_model_of_its_library(data, tmp_path):
     """Heads of an unmodified ViT go by its own loss. Its files have other names, which the Trainer does not load."""
-    transformers = pytest.importorskip('transformers')
+    transformers = hugging_face_library()
     sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
     config = transformers.ViTConfig(image_size=16, patch_size=4, num_channels=1, num_labels=10, **sizes)
 

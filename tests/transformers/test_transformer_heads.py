@@ -8,6 +8,7 @@ import timm
 import torch
 from helpers.adapter import Adapter
 from helpers.small import numbers, small_timm
+from helpers.versions import hugging_face_library
 from helpers.vits import OF_TIMM, SETTINGS, SIZE, map_of_outputs, not_small, output_of, small_vit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -286,7 +287,7 @@ def test_sizes_that_look_like_others(name, changes):
         masked = mask_heads(copy.deepcopy(model), {'blocks.0.attn': [1]}, num_heads=4)
         prune_heads(model, {0: [1]})
     else:
-        transformers = pytest.importorskip('transformers')
+        transformers = hugging_face_library()
         model, inputs = not_small(transformers.GPT2Model(transformers.GPT2Config(**changes))), torch.arange(5)[None]
         masked = copy.deepcopy(model)
         with torch.no_grad():
