@@ -242,8 +242,8 @@ class Change:
             :func:`~attncnn_plugin.pruning.replace_parameters`.
         drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs before and after for an example input; None where it
             was not run, or the outputs cannot be compared.
-        difference (float | None): The largest difference between what the model computes and what it should, relative
-            to the largest entry, for changes that are proven so; None for others.
+        difference (float | None): Of a removal of heads, the largest difference from the model with these heads at
+            zero, relative to the largest entry; None for other changes.
     """
 
     layers: Tuple[LayerChange, ...]
@@ -262,7 +262,7 @@ class Change:
             counts = f'{layer.parameters_before:,} → {layer.parameters_after:,}'
             report = '' if layer.report is None else str(layer.report)
             rows.append([layer.name, layer.before, layer.after, counts, report])
-        known = {'drift': self.drift, 'difference': self.difference}
+        known = {'drift': self.drift, 'difference from heads at zero': self.difference}
         figures = ', '.join(f'{name} {value:.2g}' for name, value in known.items() if value is not None)
         rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', figures])
         return table(rows)

@@ -27,6 +27,7 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
 
     Raises:
         ImportError: Hugging Face transformers is not installed.
+        FileNotFoundError: There is no such folder of a model.
         ValueError: The configuration names no model of transformers; or weights of other shapes, which no number of
             heads explains; or attention instead of a convolution.
     """
@@ -35,6 +36,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
         from transformers import AutoConfig  # not what another package of this name has
     except ImportError as error:
         raise ImportError("this needs Hugging Face transformers: pip install 'attncnn_plugin[hf]'") from error
+    if not Path(folder, 'config.json').is_file():
+        raise FileNotFoundError(f'folder={folder} has no config.json: give one that save_pretrained has written')
     name = (AutoConfig.from_pretrained(folder).architectures or ['none'])[0]
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):

@@ -179,7 +179,10 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     output = model(images)
     logits = getattr(output, 'logits', output)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        raise ValueError(f'a {type(model).__name__} gives no logits: the loss of a classifier is needed')
+        raise ValueError(
+            f'a {type(model).__name__} gives no logits, so heads cannot be judged by the loss of a classifier: '
+            'name those to prune by --heads, or use head_importance with a loss of your own'
+        )
     return logits
 
 
