@@ -212,9 +212,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         problems[f'{out} must end in {" or ".join(suffixes or [])}'] = (
             suffixes and Path(args.out).suffix not in suffixes
         )
-        problems[
-            f'{out} is a folder already: name a new {"folder" if args.hf and args.verb == "prune" else "file"}'
-        ] = Path(args.out).is_dir()
+        problems[f'{out} is a folder already: name a new one'] = Path(args.out).is_dir()
         if args.verb in ('prune', 'convert', 'start'):
             problems[f'{out} exists already: name a new one'] = Path(args.out).exists()
             problems[f'{out} must end in .pth: mmengine does not read safetensors'] = (

@@ -124,7 +124,7 @@ def test_commands_take_a_folder(pruned, command, folder):
     assert sum(layer.num_heads for layer in prunable_heads(load_hugging_face('less')).values()) == 3
     assert (folder / 'features/config.json').is_file()
     for options, message in (
-        (['--out', 'less', '--heads', '{0: [0]}'], '--out less is a folder: name a new file'),
+        (['--out', 'less', '--heads', '{0: [0]}'], '--out less is a folder already: name a new one'),
         (['--out', 'new', '--heads', '{0: [0]}', '--checkpoint', 'x'], 'are for --timm'),
     ):
         status, _, err = command('prune', *options, *model)

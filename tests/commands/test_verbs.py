@@ -301,7 +301,7 @@ MISTAKES = {
         '--images images --out a.pt': '--out a.pt must end in .npz',
     },
     'report': {
-        '--json images': '--json images is a folder: name a new file',
+        '--json images': '--json images is a folder already: name a new one',
         '--size 4 4 --images images': 'not allowed with argument --size',
         '--size 4 4': 'images',
         '--images images --json /dev/full': '[Errno 28]',
