@@ -150,7 +150,7 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add('--out', required=True, help='the new checkpoint; with --hf a folder')
         add('--seed', type=int, default=0, help='of random numbers (default: 0)')
     else:
-        default = {'maps': 'maps.npz', 'explore': 'explorer.html', 'rank': 'heads.png'}.get(verb)
+        default = {'maps': 'maps.npz', 'explore': 'explorer.html', 'rank': 'rank.png'}.get(verb)
         add('--out', default=default, help=f'the file (default: {default or "FIGURE.png"})')
     if verb == 'plot':
         figures = '; '.join(f'{name}: {text}' for name, text in FIGURES.items())

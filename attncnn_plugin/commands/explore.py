@@ -25,7 +25,7 @@ def run(args: Namespace) -> List[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding='utf-8')
     return [
-        f'A page of {len(images)} images',
+        f'A page of {len(images)} image{"s" * (len(images) > 1)}',
         f'Saved {out}, {out.stat().st_size / 1e6:.1f} MB',
         f'Next: open {out.resolve().as_uri()} in a browser',
     ]

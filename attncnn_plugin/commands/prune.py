@@ -15,7 +15,6 @@ from .model import LoadedModel, load, progress
 
 def run(args: Namespace) -> List[str]:
     """Chooses the heads, removes them and saves the model."""
-    torch.manual_seed(args.seed)
     loaded = load(args)
     model, image = loaded.model, loaded.example()
     every = pruning.prunable_heads(model, image)

@@ -30,7 +30,7 @@ def run(args: Namespace) -> List[str]:
     print(f'The model has {whole}; right is what {right}.', 'Without one head they change by:', '', sep='\n')
     print(table(rows))
     return [
-        f'{len(ranked)} heads; importance is relative to the other heads of the layer',
+        f'{len(ranked)} heads; importance compares those of a layer, the loss all of them',
         f'Saved {args.out}',
         'Next: attncnn prune --share 30% with the same options removes the last ones',
     ]

@@ -198,7 +198,7 @@ def test_rank(done, folder):
         assert float(value) == pytest.approx(float(importance[name][int(head)]), abs=1e-3)
         assert float(change) == pytest.approx(float(ablation.zero_loss[name][int(head)]), abs=1e-4)
         assert accuracy == f'{ablation.zero_accuracy[name][int(head)]:+.1%}'
-    assert (folder / 'heads.png').stat().st_size > 1e4
+    assert (folder / 'rank.png').stat().st_size > 1e4
     said = done('rank', '--images', 'images/cat', '--layers', 'blocks.1.*', '--out', 'a.svg', *MODEL)
     assert 'accuracy 100.0%; right is what the whole model predicts' in said and 'blocks.0' not in said
 
