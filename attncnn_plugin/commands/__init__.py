@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -226,6 +227,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def main(words: Optional[Sequence[str]] = None) -> None:
     """Runs the command; an error is a sentence and status 2."""
     args = parse_args(words)
+    warnings.filterwarnings('ignore', 'pkg_resources is deprecated')  # which mmengine loads again and again
     try:
         said = importlib.import_module(f'.{args.verb}', __name__).run(args)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:

@@ -41,11 +41,12 @@ def run(args: Namespace) -> List[str]:
     for layer in change.layers if args.criterion != 'degenerate' else ():
         print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
     costs = f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})' if before else ''
-    how = 'load_hugging_face' if args.hf else 'follow_state_dict'
+    how = 'attncnn_plugin.load_hugging_face' if args.hf else 'attncnn_plugin.follow_state_dict'
+    how = f'tools/train.py {args.mm[0]} --cfg-options load_from={args.out}' if args.mm else how
     return [
         f'{sum(map(len, heads.values()))} of {number} heads removed{costs}',
         f'Saved {args.out}, {short(change.parameters_after)} of {short(change.parameters_before)} parameters',
-        f'Next: fine-tune it; attncnn_plugin.{how} loads it, and so do these commands',
+        f'Next: fine-tune it; {how} loads it, and so do these commands',
     ]
 
 

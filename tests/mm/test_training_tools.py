@@ -289,7 +289,7 @@ def test_pruned_without_a_training(options, heads, folder):
 )
 def test_transformer_pruned_without_a_training(options, heads, whole_of, folder):
     log = pruned('VisionTransformer', whole_of('VisionTransformer') / 'epoch_1.pth', options, folder)
-    assert 'multiply-adds per image' in log and ('right is what its training has' in log) == (heads == 3)
+    assert 'multiply-adds per image' in log and ('right is what its training labels say' in log) == (heads == 3)
     state = torch.load(folder / 'pruned.pth')['state_dict']
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
@@ -298,7 +298,7 @@ def test_ranked_by_the_images_of_the_training(whole_of, folder):
     checkpoint, out = whole_of('VisionTransformer') / 'epoch_1.pth', folder / 'heads.png'
     words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '8', '--out', out
     log = run('python', '-m', 'attncnn_plugin', *words, folder=folder)
-    assert log.count('backbone.layers.1.attn') == 4 and 'right is what its training has' in log and out.is_file()
+    assert log.count('backbone.layers.1.attn') == 4 and 'right is what its training labels say' in log and out.is_file()
 
 
 def test_a_config_without_hooks_of_the_plugin(whole_of, folder, repository, tmp_path):
