@@ -83,6 +83,7 @@ QUICK = [name for name in MODELS if "_base_ = './" not in (CONFIGS / f'{name}.py
 QUICK += ['small/deit', 'small/cmhsa_narrow']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*MODELS, *SMALL)]
 )

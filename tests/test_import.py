@@ -58,6 +58,7 @@ if 'mmengine' in libraries:
 BLOCKED = "sys.modules.update(dict.fromkeys(['mmengine', 'mmcv', 'mmpretrain']))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('with_mmpretrain', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_function_of_other_libraries_is_the_one_of_before(with_mmpretrain):
     """Safe loading, which is imported by itself, replaces the loader of local files, and that of the fork."""

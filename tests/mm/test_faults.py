@@ -48,6 +48,7 @@ def whole(folder):
 # Killed.
 
 
+@pytest.mark.slow
 def test_killed_while_saving(folder, whole):
     """While the checkpoint that last_checkpoint names is written again, with the best score."""
     config, work_dir = folder / 'batch8.py', folder / 'saving'

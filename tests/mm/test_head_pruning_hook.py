@@ -158,6 +158,7 @@ def test_by_what_heads_attend_to(name, repository, tmp_path):
     torch.testing.assert_close(runner.model.eval()(images), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_multiply_adds(repository, tmp_path):
     """Of those at each of the epochs; a run that is resumed ends as it would have."""
     hook = dict(epochs=[1, 3], multiply_adds=0.92, num_batches=1)
@@ -169,6 +170,7 @@ def test_a_share_of_the_multiply_adds(repository, tmp_path):
     assert numbers(again.model) == numbers(runner.model)
 
 
+@pytest.mark.slow
 def test_two_hooks_at_the_same_epoch(repository, tmp_path):
     """Each prunes its own layers, and leaves one head, twice; an epoch that never comes is a warning."""
     every = dict(criteria=[dict(type='uniform', threshold=1e9)], num_batches=1)
@@ -178,6 +180,7 @@ def test_two_hooks_at_the_same_epoch(repository, tmp_path):
     assert 'The run ends after 2 epochs: HeadPruningHook does nothing at epoch 7\n' in log_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_augmentations_of_a_resumed_run(repository, tmp_path):
     """Heads are judged by the same images as without a stop, where each epoch has random numbers of its own."""
 
@@ -214,6 +217,7 @@ def test_gradient_accumulation(repository, tmp_path, start):
     run(config, Gradients())
 
 
+@pytest.mark.slow
 def test_mixed_precision(repository, tmp_path, monkeypatch):
     """Through a transition, whose second phase inherits it, and a pruning, which keeps the optimizer's state."""
     monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)  # it asks for a GPU
@@ -258,6 +262,7 @@ def cnn(repository, work_dir, content=None, keep=None, **changes):
     return config
 
 
+@pytest.mark.slow
 def test_after_a_transition(repository, tmp_path):
     """Really smaller, in the model, its average and its optimizer; resumed from there with both hooks."""
     runner, _ = run(cnn(repository, tmp_path / 'whole'), Degenerate())
@@ -281,6 +286,7 @@ def test_after_a_transition(repository, tmp_path):
             run(config)
 
 
+@pytest.mark.slow
 def test_by_content_after_a_transition(repository, tmp_path):
     """By importance, and by what they attend to on images."""
     runner, _ = run(cnn(repository, tmp_path, 'gated', keep=10))

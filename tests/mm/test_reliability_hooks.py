@@ -151,6 +151,7 @@ TWO['default_hooks.checkpoint.save_best'] = ['accuracy/top1', 'accuracy/top3']
 PUBLISHED = {'default_hooks.checkpoint.published_keys': ['meta', 'state_dict']}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'place, changes, better',
     [
@@ -236,6 +237,7 @@ class Stop(Hook):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('interval, stop', [(1, 1), (1, 2), (5, 2)])
 def test_a_validation_that_was_left_out(interval, stop, repository, tmp_path):
     """After the last epoch too, which is validated whatever the interval is."""

@@ -192,6 +192,7 @@ def modules(folder, monkeypatch):
     sys.modules.pop('hooks_of_a_test', None)
 
 
+@pytest.mark.slow
 def test_checkpoints_load_everywhere(whole_of, folder, repository, tmp_path, modules):
     """Those of both phases and pruned ones, with the config that made the run, and nothing said."""
     for kind, epoch in (('CMHSA', SWITCH), ('CMHSA', EPOCHS), ('CNN', EPOCHS), ('SAGeneralized', EPOCHS)):

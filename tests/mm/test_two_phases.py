@@ -223,6 +223,7 @@ def test_compiled_training(kind, layers, repository, tmp_path):
             assert torch.allclose(recorder.weights[EPOCHS][name], weight, atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_two_separate_runs(repository, tmp_path):
     """A checkpoint of either phase in a config of the second."""
     _, recorder = run(config_of('CMHSA', repository, tmp_path))
@@ -240,6 +241,7 @@ def test_two_separate_runs(repository, tmp_path):
         assert torch.allclose(runner.model.eval()(images), model.eval()(images), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_right_after_loading(repository, tmp_path):
     """Attention of the kernels that were loaded; attention itself is trained, too, by the optimizer of its phase."""
     frozen = {'optim_wrapper.optimizer.lr': 0.0, 'optim_wrapper.optimizer.weight_decay': 0.0}
@@ -349,6 +351,7 @@ def test_a_run_that_ends_before_the_transition_says_so(epochs, repository, tmp_p
     assert (log.index('The run ends after') < log.index('Epoch(train)')) == (epochs == 1)
 
 
+@pytest.mark.slow
 def test_several_networks(repository, tmp_path):
     """Any model that holds the backbone: here two of them, and an average of one, such as MoCo's."""
 

@@ -44,6 +44,7 @@ def config_of(repository, work_dir, name='sa_quadratic_digits', hooks=(), epochs
 HOOK = dict(type='AttentionVisualizationHook', interval=2, num_images=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['sa_quadratic_digits', 'sa_learned_content_digits'])
 def test_the_training_does_not_notice_it(repository, tmp_path, name):
     weights, seen = [], []
@@ -63,6 +64,7 @@ def test_the_training_does_not_notice_it(repository, tmp_path, name):
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+@pytest.mark.slow
 def test_pictures_and_scalars(repository, tmp_path):
     stop = dict(type='EarlyStoppingHook', monitor='accuracy/top1', patience=4, min_delta=1000, rule='greater')
     runner, _ = run(config_of(repository, tmp_path, hooks=[HOOK, stop], epochs=9))  # stops after 5
@@ -109,6 +111,7 @@ def test_heads_keep_their_numbers_when_others_are_pruned(repository, tmp_path):
     assert loaded.head_numbers == dict(zip(LAYERS, ([0, 2], [0, 1])))
 
 
+@pytest.mark.slow
 def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     config = config_of(repository, tmp_path, 'cmhsa3_digits', epochs=3)
     config.custom_hooks = [dict(type='PhaseTransitionHook', epoch=1), dict(HOOK, interval=1)]
@@ -176,6 +179,7 @@ BACKBONES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', BACKBONES)
 def test_attention_by_content_is_a_mean_over_images(kind, repository, tmp_path):
     config = config_of(repository, tmp_path, hooks=[dict(HOOK, interval=1)], epochs=1)

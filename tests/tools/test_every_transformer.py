@@ -28,6 +28,7 @@ FULL_SIZE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', MODELS)
 def test_everything(name):
     changes = {'qk_norm': False} if name == 'deit_tiny_distilled_patch16_224' else {}  # which has no scale to set

@@ -344,6 +344,7 @@ def test_which_tables_there_are(monkeypatch, capsys):
     assert 'TABLE is needed, one of C20-1, C20-E, ' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_table(tool, tmp_path):
     """Trained, shown, left alone; results as data, and the page."""
     tool.trains = True
@@ -379,6 +380,7 @@ def test_a_table(tool, tmp_path):
     assert 'Missing, 1 of 3 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_elsewhere(tool, tmp_path, monkeypatch):
     """Each machine that trained an epoch, in the results and on the page; not one where none was finished."""
     options, folder = ['--models', 'first', '--seeds', 0], tmp_path / 'runs/first_40_3_0'
@@ -407,6 +409,7 @@ def test_means_and_ranges_of_a_folder_that_was_moved(tool, tmp_path):
     assert rows['goes on'] == ['1,000', '7', '10.0', '1.0', '1'] and 'issing' not in text
 
 
+@pytest.mark.slow
 def test_trainings_that_fail(tool, tmp_path, monkeypatch):
     """The others train; what begins with one does not; the status says so, and the page; the next call trains them."""
     tool.failing = ('first_40_3_0',)
@@ -452,6 +455,7 @@ def test_errors(tool, options, message):
     assert not begun and re.search(message, status)
 
 
+@pytest.mark.slow
 def test_a_folder_of_other_settings(tool, tmp_path):
     """What is there already is not taken for what is asked for, done or begun; the settings that differ are named."""
     options, other = ['--models', 'first', '--seeds', 0], ['--cfg-options', 'optim_wrapper.optimizer.lr=0.5']
@@ -499,6 +503,7 @@ def test_a_folder_in_use(tool, tmp_path):
     assert tool('--models', 'first', '--seeds', 0)[2] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('is_terminal', [True, False])
 def test_a_sign_of_life(is_terminal, monkeypatch, capsys):
     """In a terminal one line that changes; elsewhere a line a minute, and this takes two seconds."""

@@ -78,6 +78,7 @@ def test_corruptions():
         assert torch.allclose(corrupt(even, strengths[2]), even)
 
 
+@pytest.mark.slow
 def test_corrupted_accuracies(monkeypatch):
     """A network that reads the mean of an image is right where it was; random numbers stay as they are."""
     monkeypatch.setattr(measures, 'CORRUPTED', 30)
@@ -95,6 +96,7 @@ def test_corrupted_accuracies(monkeypatch):
     assert all(value == right for own in measures.corrupted_accuracies(config, model).values() for value in own)
 
 
+@pytest.mark.slow
 def test_attention_that_moved():
     before = started('Gaussian')
     after = copy.deepcopy(before)

@@ -302,6 +302,7 @@ def test_settings_of_pruning(settings, message):
         PruneHeads(epoch=1, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'build, part',
     [

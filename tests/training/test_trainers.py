@@ -306,6 +306,7 @@ def whole_lightning(request, data, tmp_path_factory):
     return run, run(folder), folder, library
 
 
+@pytest.mark.slow
 def test_lightning_with_stochastic_averages(whole_lightning, tmp_path):
     """Whose copy changes with the module, and has its weights in the end."""
     run, _, _, library = whole_lightning
