@@ -3,8 +3,6 @@
 from argparse import Namespace
 from typing import List
 
-import torch
-
 from ..convert import convs_to_attention
 from ..training import parts_in_phases, to_attention
 from .model import load, write_checkpoint
@@ -12,7 +10,6 @@ from .model import load, write_checkpoint
 
 def run(args: Namespace) -> List[str]:
     """Converts the model and saves it."""
-    torch.manual_seed(args.seed)  # of the keys, where a model of the second phase converts what it loads
     loaded = load(args)
     model = loaded.model
     parts = parts_in_phases(model)

@@ -227,7 +227,7 @@ def write_checkpoint(path: str, state_dict: Dict[str, Tensor], meta: Any = None)
 
 def load(args: Namespace) -> LoadedModel:
     """Returns the model that the options name."""
-    torch.manual_seed(getattr(args, 'seed', 0))  # of random weights and images
+    torch.manual_seed(getattr(args, 'seed', 0))  # of random weights and images, and of keys that loading makes
     if args.timm:
         if not (args.pretrained or args.checkpoint or args.verb == 'start'):
             print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)

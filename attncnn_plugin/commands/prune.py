@@ -41,8 +41,9 @@ def run(args: Namespace) -> List[str]:
     for layer in change.layers if args.criterion != 'degenerate' else ():
         print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
     costs = f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})' if before else ''
-    how = 'attncnn_plugin.load_hugging_face' if args.hf else 'attncnn_plugin.follow_state_dict'
-    how = f'tools/train.py {args.mm[0]} --cfg-options load_from={args.out}' if args.mm else how
+    how = 'attncnn_plugin.' + ('load_hugging_face' if args.hf else 'follow_state_dict')
+    if args.mm:
+        how = f'tools/train.py {args.mm[0]} --cfg-options load_from={args.out}'
     return [
         f'{sum(map(len, heads.values()))} of {number} heads removed{costs}',
         f'Saved {args.out}, {short(change.parameters_after)} of {short(change.parameters_before)} parameters',

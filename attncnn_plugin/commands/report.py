@@ -27,7 +27,8 @@ def run(args: Namespace) -> List[str]:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
     return [
-        f'{len(report.layers)} layers, ' + (f'mean over {number} images' if number else 'by position'),
+        f'{len({layer.name for layer in report.layers})} layers, '
+        + (f'mean over {number} images' if number else 'by position'),
         f'Saved {args.out}' if args.out else 'Nothing was written: --json FILE writes all numbers',
         'Next: attncnn plot --figure heads draws the heads, attncnn rank says which of them matter',
     ]

@@ -3,15 +3,12 @@
 from argparse import Namespace
 from typing import List
 
-import torch
-
 from ..transformers import init_as_convolution
 from .model import load
 
 
 def run(args: Namespace) -> List[str]:
     """Starts the model and saves it."""
-    torch.manual_seed(args.seed)
     loaded = load(args)
     start = init_as_convolution(loaded.model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts)
     print(start)
