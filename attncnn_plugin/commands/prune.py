@@ -52,7 +52,7 @@ def run(args: Namespace) -> List[str]:
 
 
 def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Dict[str, List[int]]:
-    """Returns the heads with the lowest importance, or without which the loss rises least, or any heads."""
+    """Returns the heads with the lowest importance, those without which the loss rises least, or random ones."""
     model, names, image = loaded.model, list(layers), loaded.example()
     number = sum(layer.num_heads for layer in layers.values())
     if args.criterion == 'random':
