@@ -18,7 +18,6 @@ def run(args: Namespace) -> List[str]:
         [image.pixels for image in images],
         [image.name for image in images],
         title=f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}',
-        about=args.about,
         max_bytes=int(args.max_size * 1e6),
     )
     out = Path(args.out)

@@ -51,8 +51,6 @@ class LoadedModel:
         model (nn.Module): The model.
         shape (tuple[int, int, int] | None): Channels, height and width of an image; None where it does not say.
         meta (dict): What an mmengine checkpoint says of its training.
-        head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
-            an ``AttentionVisualizationHook`` followed them.
         num_tests (int): Number of images of its own tests.
     """
 
@@ -63,7 +61,6 @@ class LoadedModel:
     mean: Sequence[float]
     std: Sequence[float]
     meta: Dict[str, Any] = {}
-    head_numbers: Optional[Dict[str, List[int]]] = None
     num_tests = 0
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
@@ -105,14 +102,12 @@ class LoadedModel:
         """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
         return stacked(self.images(paths, number))
 
-    def of_position(self, args: Namespace) -> Dict[str, Any]:
-        """Returns the arguments of a report, or of mean maps: a size, or images; any one for attention by position."""
+    def inputs_for_means(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
+        """Returns the tensors of :meth:`images`, or of any one where all attention is by position and none are given."""
         layers = attention_layers(self.model).values()
-        if args.size:
-            return dict(size=args.size)
-        if args.images is None and self.shape and layers and not any(own.depends_on_content for own in layers):
-            return dict(images=torch.zeros(1, *self.shape))
-        return dict(images=self.inputs(args.images, args.num_images))
+        if paths is None and self.shape and layers and not any(own.depends_on_content for own in layers):
+            return torch.zeros(1, *self.shape)
+        return self.inputs(paths, number)
 
     def example(self) -> Optional[Tensor]:
         """Returns an image of random numbers, where the model says its size."""
