@@ -226,13 +226,11 @@ class HeadStatistics:
         center, spread = self.center, None
         if self.covariance is not None:
             spread = [math.sqrt(max(own[axis], 0.0)) for axis, own in enumerate(self.covariance)]
-        pairs = [
-            '-' if own is None else '({:.3g}, {:.3g})'.format(*(round(v, 2) + 0.0 for v in own))
-            for own in (center, spread)
-        ]
-        nearest = f'{self.nearest_shift} {self.share:.0%}'
-        cells = [str(self.head), *pairs, f'{self.relative_entropy:.0%}', f'{self.mass_3x3:.0%}', nearest, self.kind]
-        return cells + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.0%}'])
+        cells = [str(self.head)]
+        for pair in (center, spread):
+            cells.append('-' if pair is None else '({:.3g}, {:.3g})'.format(*(round(own, 2) + 0.0 for own in pair)))
+        cells += [f'{self.relative_entropy:.0%}', f'{self.mass_3x3:.0%}', f'{self.nearest_shift} {self.share:.0%}']
+        return [*cells, self.kind] + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.0%}'])
 
 
 @dataclass(frozen=True)
@@ -297,9 +295,7 @@ class LayerReport:
             best = ' (nearest)' if entry is self.best and len(self.convolutions) > 1 else ''
             lines.append(f'  {entry}, {error_text(entry.interior_error)} inside{best}')
         lines += [f'  {kernel}' for kernel in self.spanned]
-        lines += [
-            f'  head {own.head} is degenerate, {own.criterion}: {own.why}' for own in self.heads if own.degenerate
-        ]
+        lines += [f'  head {own.head} is degenerate, {own.criterion}: {own.why}' for own in self.heads if own.why]
         return '\n'.join(textwrap.fill(line, 80, subsequent_indent='    ') for line in lines)
 
     @property

@@ -187,8 +187,8 @@ def head_centers(maps: MeanAttention) -> Tuple[Tensor, Tensor]:
     """Returns the centre of each head of a layer and its width, the standard deviation along an axis, √(tr Σ/2).
 
     For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
-    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query in the middle of the grid
-    attends to; in windows, where a single query would show its place in its window, the mean over queries.
+    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query in the middle of the
+    grid attends to; in windows, where a single query would show its place in its window, the mean over queries.
 
     Args:
         maps (MeanAttention): The layer's, from :func:`~attncnn_plugin.analysis.mean_attention`.

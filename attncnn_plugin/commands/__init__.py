@@ -172,14 +172,10 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.verb == 'plot':
         args.out = args.out or f'{args.figure}.png'
         of_run, figure = args.figure == 'movement', f'--figure {args.figure} is of'
-        problems[f'{figure} a model: give --timm NAME, --hf FOLDER or --mm CONFIG CHECKPOINT'] = (
-            not of_run and not model
-        )
+        problems[f'{figure} a model: give --timm NAME, --hf FOLDER or --mm CONFIG CHECKPOINT'] = not (of_run or model)
         problems[f'{figure} a training: give --run FOLDER and no model'] = of_run and (not args.run or model)
-        problems['--query is for --figure attention and heads'] = args.query and args.figure not in (
-            'attention',
-            'heads',
-        )
+        of_query = args.figure in ('attention', 'heads')
+        problems['--query is for --figure attention and heads'] = args.query and not of_query
     elif args.verb == 'explore':
         problems[f'--max-size {args.max_size} must be above 0'] = args.max_size <= 0
     elif args.verb == 'prune':

@@ -95,15 +95,15 @@ class LoadedModel:
         number = min(number, len(found))
         chosen = [found[i * len(found) // number] for i in range(number)]
         is_one = paths is not None and len(paths) == 1
-        shown = tqdm(chosen, 'images', disable=None, leave=False)
-        return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in shown]
+        read = bar_of(chosen, 'images')
+        return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in read]
 
     def inputs(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
         """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
         return stacked(self.images(paths, number))
 
     def inputs_for_means(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
-        """Returns the tensors of :meth:`images`, or of any one where all attention is by position and none are given."""
+        """Returns the tensors of :meth:`images`; of any one if none are given and all attention is by position."""
         layers = attention_layers(self.model).values()
         if paths is None and self.shape and layers and not any(own.depends_on_content for own in layers):
             return torch.zeros(1, *self.shape)
@@ -189,14 +189,20 @@ def loss_and_right(model: nn.Module, batch: Any) -> Tuple[Tensor, Tensor]:
 
 @contextmanager
 def progress(loss: Loss, number: int, what: str) -> Iterator[Loss]:
-    """Yields the loss with a progress bar of so many calls, on a terminal."""
-    with tqdm(total=number, desc=what, disable=None, leave=False) as bar:
+    """Yields the loss with a progress bar of so many calls."""
+    with bar_of(range(number), what) as bar:
 
         def counted(model: nn.Module, batch: Any) -> Any:
             bar.update()
             return loss(model, batch)
 
         yield counted
+
+
+def bar_of(items: Sequence[Any], what: str) -> tqdm:
+    """Returns a progress bar; in a file, such as the log of a job, it says every half minute how far it is."""
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(items, what, delay=seconds, mininterval=seconds, leave=False)
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:

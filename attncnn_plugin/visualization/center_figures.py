@@ -49,9 +49,8 @@ def plot_attention_centers(maps: Mapping[str, MeanAttention], numbers: Numbers =
         lines = {}
         if own.gaussian is not None:
             shapes = own.gaussian.inverse_covariance.numpy()
-            lines = {
-                head: [gaussian_contour(at, shapes[head], mass) for mass in CONTOURS] for head, at in centers.items()
-            }
+            for head, center in centers.items():
+                lines[head] = [gaussian_contour(center, shapes[head], mass) for mass in CONTOURS]
         reach = min(_reach(centers.values(), [own[0] for own in lines.values()]), max(own.grid) - 0.5)
         _shift_axes(axes, reach)
         for head, contours in lines.items():
