@@ -301,7 +301,7 @@ class LayerReport:
     @property
     def table(self) -> str:
         """A row for each head."""
-        extra = [] if self.heads[0].prefix_mass is None else ['no patch']
+        extra = [] if self.heads[0].prefix_mass is None else ['other']
         return table([COLUMNS + extra, *(head.row() for head in self.heads)])
 
 
