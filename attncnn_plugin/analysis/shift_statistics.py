@@ -183,23 +183,19 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
     return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
 
 
-def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
+def head_centers(maps: MeanAttention) -> Tuple[Tensor, Tensor]:
     """Returns the centre of each head of a layer and its width, the standard deviation along an axis, √(tr Σ/2).
 
     For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
-    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query attends to.
+    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query in the middle of the
+    grid attends to; in windows, where a single query would show its place in its window, the mean over queries.
 
     Args:
         maps (MeanAttention): The layer's, from :func:`~attncnn_plugin.analysis.mean_attention`.
-        query (Sequence[int], optional): Row and column of the query. Defaults to the middle of the grid; in windows,
-            where a single query would show its place in its window, to the mean over queries.
 
     Returns:
         tuple[Tensor, Tensor]: Centres ``(N_h, 2)`` in tokens, (row, column), and widths ``(N_h,)``, 1000 at most,
-        float64; not a number for a query that gives nothing to the grid.
-
-    Raises:
-        ValueError: The query is outside of the grid.
+        float64; not a number for a head that gives nothing to the grid.
 
     Examples:
         >>> from attncnn_plugin.analysis import mean_attention
@@ -214,7 +210,7 @@ def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> 
         center, factor = maps.gaussian
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
         return center, variance.mean(-1).sqrt()
-    center, covariance = moments(*keys_of_query(maps, query))
+    center, covariance = moments(*keys_of_query(maps))
     return center, covariance.diagonal(dim1=1, dim2=2).mean(1).sqrt()
 
 
