@@ -130,20 +130,25 @@ def assert_as_one_process(two, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', list(KINDS))
 def test_two_processes(kind, whole_of, folder):
-    """Equal weights on both ranks, those of one process with the same batches; resumed before and after the change.
+    """Equal weights on both ranks, those of one process with the same batches; also if the ranks are killed and resume.
 
-    Each rank has a seed of its own, and the first one that of the process.
+    Each rank has a seed of its own, and the first one that of the process. One rank is killed after the change, in its
+    epoch, so that it is made again, and in the next one.
     """
-    two, own_seeds = folder / f'{kind}_two', ['randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
-    log = train_on_ranks(folder / f'{kind}4.py', two, *options_of(kind, folder), *own_seeds)
+    config, two = folder / f'{kind}4.py', folder / f'{kind}_two'
+    options = [*options_of(kind, folder), 'randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
+    log = train_on_ranks(config, two, *options)
     assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))
-    for epoch in (3,) if kind == 'CMHSA' else (1, 3):
-        again = folder / f'{kind}_again{epoch}'
-        train_on_ranks(folder / f'{kind}4.py', again, '--resume', two / f'epoch_{epoch}.pth')
+    for epoch in (3,) if kind == 'CMHSA' else (2, 3):
+        killed = folder / f'{kind}_killed{epoch}'
+        train_on_ranks(config, killed, *options, killed_at=epoch * ITERATIONS + 1)
+        assert not (killed / 'rank0.pt').exists()
+        again = [option for option in options if 'load_from' not in option]
+        assert f'resumed epoch: {epoch}' in train_on_ranks(config, killed, '--resume', *again)
         for rank in (0, 1):
-            assert_equal(again, two, rank)
+            assert_equal(killed, two, rank, tolerance=0)
 
 
 @pytest.mark.slow
