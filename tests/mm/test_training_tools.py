@@ -18,6 +18,7 @@ from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin.commands.config_model import ConfigModel
 from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
@@ -300,11 +301,17 @@ def test_transformer_pruned_without_a_training(options, heads, whole_of, folder)
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
 
-def test_ranked_by_the_images_of_the_training(whole_of, folder):
+def test_ranked_by_the_images_of_the_training(whole_of, folder, modules):
+    """The accuracy is that of the predictions for these images."""
     checkpoint, out = whole_of('VisionTransformer') / 'epoch_1.pth', folder / 'heads.png'
-    words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '8', '--out', out
+    words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '24', '--out', out
     log = run('python', '-m', 'attncnn_plugin', *words, folder=folder)
     assert log.count('backbone.layers.1.attn') == 4 and 'right is what its training labels say' in log and out.is_file()
+    loaded = ConfigModel(words[2], str(checkpoint))
+    (batch,), *_ = loaded.batches(None, 24)
+    right = sum(sample.pred_label == sample.gt_label for sample in loaded.model.test_step(batch)).item()
+    assert right > 0 and f', accuracy {right / 24:.1%}; right is' in log
+    assert len(re.findall(r' [+-]\d\.\d{4} +[+-]\d+\.\d%', log)) == 8  # of the heads
 
 
 def test_a_config_without_hooks_of_the_plugin(whole_of, folder, repository, tmp_path):
