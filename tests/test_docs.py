@@ -327,9 +327,9 @@ def test_claims_of_the_papers():
     rows = [
         re.split(r' \| ', line.strip('| ')) for line in section.splitlines() if re.match(r'\| (?!-|C20 |L21 )', line)
     ]
-    assert len(rows) == 17 and all(len(row) == 2 for row in rows)
-    assert all(re.search(r'\]\(.+\)|`(tests|configs)/', shown) for shown, _ in rows)
-    verdicts = [verdict for _, verdict in rows]
+    assert len(rows) == 17 and all(len(row) == 3 for row in rows)
+    assert all(re.search(r'\]\(.+\)|`(tests|configs)/', shown) for _, shown, _ in rows)
+    verdicts = [verdict for _, _, verdict in rows]
     allowed = re.compile(r'(holds( at small scale)?|differs)[:;, ].*\w.*|not trained')
     assert [verdict for verdict in verdicts if not allowed.fullmatch(verdict)] == []
 

@@ -90,7 +90,7 @@ class ShiftMaps:
         return sums
 
     def counts(self, chosen: Axes) -> Tensor:
-        """Returns how many of the chosen queries each shift stays in the grid from, as :meth:`sums`, without heads."""
+        """Counts the chosen queries from which each shift stays in the grid: as :meth:`sums`, without heads."""
         sizes, pixels = self.size, [own[some] for own, some in zip(self.queries, chosen)]
         keys = [own + torch.arange(1 - n, n, device='cpu')[:, None] for n, own in zip(sizes, pixels)]
         rows, columns = (((own >= 0) & (own < n)).sum(1) for n, own in zip(sizes, keys))
@@ -156,7 +156,7 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
 
 
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """Returns the shift δ to which each head gives most, and its share, see :func:`shift_shares`.
+    """Returns the shift δ that gets most attention of each head, and its share, see :func:`shift_shares`.
 
     A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid for a q + δ outside. So
     all shifts are compared over the same queries. (A mean over the queries from which a shift stays in the grid would

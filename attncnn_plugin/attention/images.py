@@ -32,7 +32,7 @@ SCORES_AT_ONCE = 2**19
 
 
 class ImageAttention(PrunableHeads):
-    """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
+    """Base class of attention with the inputs and outputs of a convolution.
 
     Keys are the pixels of the padded image, queries those that the stride keeps. A head sums up pixels by its
     probabilities, and one linear layer, W^V W^O of all heads, maps the sums to the output (C20, eq. 1 and 4). The extra

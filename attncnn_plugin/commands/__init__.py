@@ -36,7 +36,7 @@ FIGURES = {
     'distance': 'how far the heads of each layer look',
     'movement': 'the centres over a training with AttentionVisualizationHook, --run FOLDER and no model',
 }
-CRITERIA = 'importance', 'ablation', 'degenerate'
+CRITERIA = 'importance', 'ablation', 'degenerate', 'random'
 METHODS, SHIFTS = ('gaussian', 'impulse', 'mimetic'), ('ordered', 'random')
 PICTURES = '.png', '.svg', '.pdf'
 
@@ -151,7 +151,9 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add('--criterion', choices=CRITERIA, help='which heads go (default: importance, the least important)')
         amount = parser.add_mutually_exclusive_group().add_argument
         amount('--share', type=share, help='of the heads that goes, such as 30%%')
+        amount('--keep', type=natural, help='number of heads that stay')
         amount('--multiply-adds', type=share, help='share of them that stays, such as 90%%')
+        amount('--threshold', type=float, help='heads whose score is below it go')
     if verb == 'convert':
         add('--alpha', type=float, help='of the layers of a CNN: how narrow heads are; learnable up to about 6')
     if verb == 'start':
@@ -179,7 +181,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     elif args.verb == 'explore':
         problems[f'--max-size {args.max_size} must be above 0'] = args.max_size <= 0
     elif args.verb == 'prune':
-        amount = args.share is not None or args.multiply_adds is not None
+        amount = any(own is not None for own in (args.share, args.keep, args.multiply_adds, args.threshold))
         ways = sum([args.heads is not None, args.criterion == 'degenerate', amount])
         wrong = ways != 1 or args.heads and (args.criterion or args.layers != '*')
         problems["which heads go? one of --heads '{0: [1]}', --criterion degenerate and --share 30% says it"] = wrong

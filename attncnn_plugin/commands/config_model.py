@@ -87,7 +87,7 @@ class ConfigModel(LoadedModel):
         return len(self.test_set)
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
-        """Returns an image by its number in the test set or by its file, and to look at.
+        """Returns an image, named by its number in the test set or by its file, as tensor and as picture.
 
         An image whose size is not the model's after the pipeline is scaled and cropped around its middle, and a line on
         the standard error stream says so.

@@ -64,7 +64,7 @@ class LoadedModel:
     num_tests = 0
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
-        """Returns a file as the model takes it, and to look at."""
+        """Returns an image file as the tensor that the model takes, and as a picture to look at."""
         if path.isdecimal() and not Path(path).exists():
             raise ValueError(f'image {path} must be a file: {self.name} has no test set')
         try:
@@ -114,7 +114,7 @@ class LoadedModel:
         return None if self.shape is None else torch.rand(1, *self.shape)
 
     def batches(self, paths: Optional[Sequence[str]], number: int) -> Tuple[List[Any], Loss, str]:
-        """Returns batches of images, the loss of one with its number of right predictions, and who says what is right.
+        """Returns batches of images, a function of loss and number of right predictions, and where labels come from.
 
         Raises:
             ValueError: As of :meth:`images`; the model gives no logits, or has other classes than the folder.

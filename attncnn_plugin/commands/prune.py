@@ -5,6 +5,8 @@ from argparse import Namespace
 from fnmatch import fnmatchcase
 from typing import Dict, List, Mapping
 
+import torch
+
 from .. import pruning
 from ..heads.found import Heads, layer_names
 from .model import LoadedModel, load, progress
@@ -46,24 +48,26 @@ def run(args: Namespace) -> List[str]:
 
 
 def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Dict[str, List[int]]:
-    """Returns the heads with the lowest importance, or without which the loss rises least."""
+    """Returns the heads with the lowest importance, those without which the loss rises least, or random ones."""
     model, names, image = loaded.model, list(layers), loaded.example()
     number = sum(layer.num_heads for layer in layers.values())
-    batches, loss, right = loaded.batches(args.images, args.num_images)
-    ablating = args.criterion == 'ablation'
-    passes = len(batches) * (2 + 2 * number if ablating else 1)
-    with progress(loss, passes, f'{number} heads') as counted:
-        if ablating:
-            scores = pruning.head_ablation(model, batches, counted, names).zero_loss
-        else:
-            scores = pruning.head_importance(model, batches, counted, layers=names)
-    print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
-    keep, costs = None if args.share is None else 1 - args.share, None
+    if args.criterion == 'random':
+        scores = {name: torch.rand(layer.num_heads, dtype=torch.float64) for name, layer in layers.items()}
+    else:
+        batches, loss, right = loaded.batches(args.images, args.num_images)
+        ablating = args.criterion == 'ablation'
+        with progress(loss, len(batches) * (2 + 2 * number if ablating else 1), f'{number} heads') as counted:
+            if ablating:
+                scores = pruning.head_ablation(model, batches, counted, names).zero_loss
+            else:
+                scores = pruning.head_importance(model, batches, counted, layers=names)
+        print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
+    keep, costs = args.keep if args.share is None else 1 - args.share, None
     if args.multiply_adds is not None:
         if image is None:
             raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')
         costs = pruning.head_costs(model, lambda: model(image))
-    return pruning.least_important(scores, keep=keep, multiply_adds=args.multiply_adds, costs=costs)
+    return pruning.least_important(scores, args.threshold, keep, args.multiply_adds, costs)
 
 
 def short(number: float) -> str:

@@ -22,7 +22,7 @@ ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
-    """The error of a convolution instead of an attention layer, on a grid of ``size``.
+    """How far a convolution is from the attention layer that it replaces, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
     max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. The bound is the

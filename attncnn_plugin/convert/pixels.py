@@ -40,7 +40,7 @@ NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The error of attention over pixels as its convolution.
+    """How far attention over pixels is from the convolution that it replaces.
 
     Attributes:
         num_heads (int): Number of heads, one for each position of the kernel.
@@ -64,7 +64,7 @@ class ConversionReport:
 
     @cached_property
     def output_bound(self) -> float:
-        """The largest error of an output, but for rounding, at any image of pixels of norm 1."""
+        """The largest possible error of an output, up to rounding, for pixels of norm 1."""
         if self.conv is None:
             return 0.0
         # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
@@ -88,7 +88,7 @@ def conv_to_mhsa(
     num_heads: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
-    """Turns a convolution into multi-head self-attention with its inputs, its outputs and its values.
+    """Turns a convolution into multi-head self-attention that takes the same images and computes the same outputs.
 
     There is one head for each kernel position, and the attention is the convolution, exactly (C20, Theorem 1): head h
     is a hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th

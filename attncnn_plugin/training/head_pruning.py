@@ -293,7 +293,7 @@ class PruneHeads:
             find_entries(model, found, partial(self.loss, model, *batch) if batch else example_run(model))
 
     def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
-        """Has what stays in a layer do on average what the heads did that go."""
+        """Adds the mean output of heads that go to the bias of their layer, and merges duplicates."""
         for name, heads in judged.heads.items() if self.bias_correction else ():
             layer = layers[name]
             duplicates = {

@@ -65,7 +65,7 @@ def plot_attention_centers(maps: Mapping[str, MeanAttention], numbers: Numbers =
 
 @settings()
 def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
-    """Draws the way of the heads' centres over a training, one panel a layer (C20, Figure 3).
+    """Draws the paths of the heads' centres during a training, one panel a layer (C20, Figure 3).
 
     Args:
         centers (dict[str, dict[int, ndarray]]): By layer and head, epoch, row and column of the centre, ``(T, 3)``, as
