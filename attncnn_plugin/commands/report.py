@@ -31,5 +31,5 @@ def run(args: Namespace) -> List[str]:
         f'{len({layer.name for layer in report.layers})} layers, '
         + (f'mean over {number} images' if number else 'by position'),
         f'Saved {args.out}' if args.out else 'Nothing was written: --json FILE writes all numbers',
-        'Next: attncnn plot --figure heads draws the heads, attncnn rank says which of them matter',
+        'Next: attncnn plot --figure heads draws them, attncnn rank says which matter',
     ]
