@@ -145,6 +145,8 @@ class GeneralizedQuadraticEncoding(nn.Module):
         total = rows.sum(2, keepdim=True)
         columns = windows((largest + total.log()).squeeze(2).transpose(0, 1), width).transpose(1, 2)
         return without_subnormals(rows / total), softmax((columns - columns.detach().amax(-1, keepdim=True)).to(dtype))
+
+
 class RelativeTables(nn.Module):
     """A vector for every row shift and every column shift, one after the other: r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
 
