@@ -15,9 +15,8 @@ from typing import List, Tuple
 import torch
 from torch import Tensor, nn
 
-from .attention_parts import Attention
 from .embeddings import patch_positions, position_embedding, set_sine_cosine_embedding
-from .vision_transformer import Transformer
+from .vision_transformer import Attention, Transformer
 
 EMBEDDING_DEVIATION = 18 * 0.02  # 18 times timm's own
 FACTOR_NORM = 7.0

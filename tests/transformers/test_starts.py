@@ -13,7 +13,7 @@ from torch import nn
 from attncnn_plugin import attention_maps
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
-from attncnn_plugin.transformers.relative_tables import log_share_of_peak
+from attncnn_plugin.transformers.gaussian import log_share_of_peak
 from attncnn_plugin.transformers.start import random_images
 from attncnn_plugin.transformers.vision_transformer import find_transformer
 
@@ -272,8 +272,8 @@ def test_the_order_in_another_kernel():
 @pytest.mark.parametrize(
     'arguments, message',
     [
-        (dict(method='conv'), "method='conv' must be one of"),
-        (dict(shifts='centre'), r"shifts='centre' must be one of \('ordered', 'random'\)"),
+        (dict(method='conv'), "method='conv' is unknown: choose one of"),
+        (dict(shifts='centre'), r"shifts='centre' is unknown: choose one of \('ordered', 'random'\)"),
         (dict(alpha=0), 'alpha=0 must be a number above 0'),
         (dict(alpha=float('inf')), 'alpha=inf must be a number above 0'),
         (dict(kernel_size=0), 'kernel_size=0 must be a positive integer'),
