@@ -42,7 +42,7 @@ FIGURES = {
 }
 OF_RUNS = 'distance', 'movement', 'accuracy', 'loss'
 CRITERIA = 'importance', 'ablation', 'degenerate', 'random'
-METHODS, SHIFTS = ('gaussian', 'impulse', 'mimetic'), ('ordered', 'random')
+METHODS, SHIFTS = ('gaussian', 'mimetic'), ('ordered', 'random')
 PICTURES = '.png', '.svg', '.pdf'
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..attention.shifts import at_grid_shifts
 from .embeddings import PositionChannels, patch_positions, set_sine_cosine_embedding
-from .impulse_and_mimetic import factors
+from .mimetic import factors
 from .vision_transformer import Attention, Transformer
 
 FEWEST = 5  # functions of an absolute position: a constant, and a cosine and a sine of each axis
@@ -48,8 +48,7 @@ def start_relative(
 ) -> None:
     """Sets the position biases of all layers, which have to be tables, and their queries; nothing is drawn."""
     for attention in attentions:
-        size = attention.window
-        table, index = attention.table()
+        table, index, size = attention.table()
         patches, tokens = size[0] * size[1], len(index)
         index = index[tokens - patches :, tokens - patches :]  # class tokens come first
         constant = log_share_of_peak(alpha, patches) if tokens > patches else 0.0

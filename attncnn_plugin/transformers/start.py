@@ -12,13 +12,12 @@ from ..heads.places import Places, cells
 from ..heads.seen import watching
 from .embeddings import check_new
 from .gaussian import STARTS
-from .impulse_and_mimetic import start_impulse, start_mimetic
+from .mimetic import start_mimetic
 from .vision_transformer import KNOWN, Attention, Transformer, find_attention, find_transformer
 
 Kernel = Union[int, Sequence[int]]
-METHODS = ('gaussian', 'impulse', 'mimetic')
+METHODS = ('gaussian', 'mimetic')
 SHIFTS = ('ordered', 'random')
-HARD = 1e3  # α of the attention that impulses are compared with
 MOST_ELSEWHERE = 0.5  # of the attention of a Gaussian head: then it does not look where it was asked to
 
 
@@ -96,9 +95,8 @@ def init_as_convolution(
             (timm's EVA02, DINOv3 and their relatives).
         kernel_size (int | tuple[int, int]): Of the kernel, in patches. With 1, all heads look at the centre. Defaults
             to 3.
-        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'impulse'``, Zheng
-            et al. 2025, for embeddings of absolute positions; ``'mimetic'``, Trockman and Kolter 2023, without shifts.
-            Defaults to ``'gaussian'``.
+        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'mimetic'``,
+            Trockman and Kolter 2023, without shifts. Defaults to ``'gaussian'``.
         alpha (float): α of Gaussian heads, in 1/patches². Defaults to 2: a head has 0.62 of its attention at Δ.
         seed (int): Of all that is random. Defaults to 0.
         overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
@@ -135,22 +133,17 @@ def init_as_convolution(
     if not overwrite:
         check_new(network)
     encoding = _encoding(network, attentions)
-    if method == 'impulse' and encoding != 'absolute':
-        need = f"method='impulse' needs absolute positions, not {encoding} ones"
-        raise ValueError(f"{need}: use 'gaussian' with a large alpha")
     generator = torch.Generator().manual_seed(seed)
     _set_shifts(network, attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)
     with all_or_nothing([], values=model.parameters()), evaluating(network.module):
-        if method == 'impulse':
-            start_impulse(network, attentions, generator)
-        elif method == 'mimetic':
+        if method == 'mimetic':
             start_mimetic(network, attentions, encoding == 'absolute', generator)
         else:
             # Autocast keeps the weights that it has cast, and would not see that they are set.
             with torch.autocast(images.device.type, enabled=False):
                 STARTS[encoding](network, attentions, alpha, images, generator)
-        layers = _report(model, network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
+        layers = _report(model, network, attentions, encoding, alpha, images)
         for layer in layers if method == 'gaussian' else ():
             worst = max(head.total_variation or 0.0 for head in layer.heads)
             if not worst <= MOST_ELSEWHERE:
@@ -228,7 +221,6 @@ def _report(
             return
         attention = by_name[name]
         (_, query, whole), (_, key, _) = cells(places.queries), cells(places.keys)
-        grid = whole if attention.positions is None else attention.window
         of_query, of_key = (torch.stack([own // whole[1], own % whole[1]], -1) for own in (query, key))
         shifts = of_key[:, None] - of_query[:, :, None]
         own = probs.double().masked_fill((key < 0)[:, None, None], 0)
@@ -242,7 +234,7 @@ def _report(
         variations = ((own - wanted).abs().sum(-1) / 2).where(of_patches, 0).sum((0, 2)) / number
         share = max(0.0, float(1 - total[of_patches].mean())) if (key < 0).any() else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
-        layers[name] = LayerStart(attention.name, encoding, grid, heads, share)
+        layers[name] = LayerStart(name, encoding, attention.window or whole, heads, share)
 
     with watching(model, compare, network.in_blocks):
         network.module(images)

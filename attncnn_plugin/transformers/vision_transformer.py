@@ -213,6 +213,7 @@ class Attention:
         width (int): Channels D of a token.
         has_own_maps (bool): Whether each head has queries, keys and values of its own, as the output takes.
         positions (nn.Module | None): The module that holds its biases of relative positions, which can be itself.
+        window (tuple[int, int] | None): Height and width of the window, or of the whole grid, that these cover.
         shifts (Tensor): Δ of each head at which a start lets it look, ``(N_h, 2)``; none to begin with.
     """
 
@@ -229,19 +230,12 @@ class Attention:
         self.positions: Any = next((own for own in biases if isinstance(own, nn.Module)), None)
         if isinstance(getattr(self.module, 'relative_position_bias_table', None), nn.Parameter):
             self.positions = self.module
+        size = getattr(self.positions, 'window_size', None)
+        self.window = None if size is None else (int(size[0]), int(size[1]))
         self.shifts = torch.empty(0, 2, device='cpu')
 
-    @property
-    def window(self) -> Tuple[int, int]:
-        """Height and width of the window, or of the whole grid, that the biases of relative positions cover."""
-        size = getattr(self.positions, 'window_size', None)
-        if size is None:
-            kind = type(self.positions).__name__
-            raise ValueError(f'{kind} has a position bias, but no window_size that says for which grid')
-        return int(size[0]), int(size[1])
-
-    def table(self) -> Tuple[nn.Parameter, Tensor]:
-        """Returns the table of biases, ``(entries, N_h)``, and which entry each pair of tokens has, ``(N, N)``.
+    def table(self) -> Tuple[nn.Parameter, Tensor, Tuple[int, int]]:
+        """Returns the table of biases, ``(entries, N_h)``, the entry of each pair of tokens, ``(N, N)``, and the size.
 
         Raises:
             ValueError: Something else than a table gives the biases.
@@ -249,14 +243,14 @@ class Attention:
         table, index = (getattr(self.positions, f'relative_position_{own}', None) for own in ('bias_table', 'index'))
         if hasattr(self.positions, 'generate_relative_position_index'):  # Hugging Face's BEiT does it for each image
             index = self.positions.generate_relative_position_index(self.window)
-        if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
+        if not (self.window and isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
             raise ValueError(
                 f'the relative positions of {self.name} are a {type(self.positions).__name__} without a table of '
                 "biases: a start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or "
                 'an embedding of absolute positions'
             )
         tokens = round(index.numel() ** 0.5)
-        return table, index.reshape(tokens, tokens)
+        return table, index.reshape(tokens, tokens), self.window
 
     def weight(self, which: str) -> Tensor:
         """Returns the map to queries ``'q'``, keys ``'k'`` or values ``'v'``, a view, ``(N_h, d, D)``."""

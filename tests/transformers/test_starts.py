@@ -221,41 +221,10 @@ def test_mimetic():
     assert all(not torch.allclose(by_head[0], product) for product in by_head[1:])
 
 
-@pytest.mark.parametrize('size', [(6, 6), (2, 3)])  # more patches than channels of a head, or fewer
-def test_impulse(size):
-    """2505.19985: pre-softmax scores of the normalized embedding alone are largest at the impulses."""
-    model = small_vit(size=size, embed_dim=96, num_heads=2)
-    for block in model.blocks:
-        block.attn.qkv.reset_parameters()  # with biases, which would shift the scores
-    report = init_as_convolution(model, method='impulse', seed=1)
-    embedding = nn.functional.layer_norm(model.pos_embed[0, 1:].detach(), (96,))
-    deviations = 4 / (2 * model.pos_embed.numel()) ** 0.5  # of the standard deviation of so many numbers
-    assert model.pos_embed.std().item() == pytest.approx(0.36, rel=deviations)
-    for layer, block in zip(report.layers, model.blocks):
-        queries, keys, _ = block.attn.qkv.weight.detach().unflatten(0, (3, 2, 48))
-        assert not block.attn.qkv.bias.any()
-        for number, head in enumerate(layer.heads):
-            for weight in (queries, keys):
-                assert weight[number].norm().item() == pytest.approx(7)
-            scores = embedding @ queries[number].T @ keys[number] @ embedding.T
-            wanted = gaussian(head.shift, 100.0, size)
-            exists = torch.tensor(
-                [
-                    0 <= i + head.shift[0] < size[0] and 0 <= j + head.shift[1] < size[1]
-                    for i in range(size[0])
-                    for j in range(size[1])
-                ]
-            )
-            assert torch.equal(scores.argmax(1)[exists], wanted.argmax(1)[exists])
-        of_values = products(block.attn)[1]
-        assert (of_values / 0.4 + torch.eye(96)).std().item() == pytest.approx(96**-0.5, rel=0.05)
-
-
-@pytest.mark.parametrize('method', ['gaussian', 'impulse'])
 @pytest.mark.parametrize('num_heads', [3, 12])
-def test_the_released_order(num_heads, method):
+def test_the_released_order(num_heads):
     """Positions 4, 1, 5, 3, 7, 0, 2, 6, 8 of the kernel, the centre first, from the first one again in each layer."""
-    report = init_as_convolution(small_vit(embed_dim=96, num_heads=num_heads), method=method, seed=3)
+    report = init_as_convolution(small_vit(embed_dim=96, num_heads=num_heads), seed=3)
     released = [(index // 3 - 1, index % 3 - 1) for index in (4, 1, 5, 3, 7, 0, 2, 6, 8)]
     for layer in report.layers:
         assert [head.shift for head in layer.heads] == (2 * released)[:num_heads]
@@ -278,7 +247,6 @@ def test_the_order_in_another_kernel():
         (dict(alpha=float('inf')), 'alpha=inf must be a number above 0'),
         (dict(kernel_size=0), 'kernel_size=0 must be a positive integer'),
         (dict(kernel_size=(3, 3, 3)), r'kernel_size=\(3, 3, 3\) must be'),
-        (dict(method='impulse'), "needs absolute positions, not relative ones: use 'gaussian' with a large alpha"),
     ],
 )
 def test_impossible_arguments(arguments, message):
@@ -339,15 +307,14 @@ def test_attention_that_does_not_run():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize('method', ['impulse', 'mimetic'])
-def test_values_of_heads_that_are_too_narrow(method):
+def test_values_of_heads_that_are_too_narrow():
     model = small_vit(embed_dim=32, num_heads=2)
     model.blocks[1].attn.qkv, model.blocks[1].attn.proj = nn.Linear(32, 72).double(), nn.Linear(24, 32).double()
     with pytest.raises(ValueError, match='the heads of blocks.1.attn must have 32 channels together, as a token'):
-        init_as_convolution(model, method=method)
+        init_as_convolution(model, method='mimetic')
 
 
-@pytest.mark.parametrize('method', ['gaussian', 'impulse', 'mimetic'])
+@pytest.mark.parametrize('method', ['gaussian', 'mimetic'])
 def test_an_error_leaves_the_model_as_it_was(method):
     model = small_vit()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -373,7 +340,12 @@ def test_the_class_token_at_the_border(alpha, share):
     'name, part, change, message',
     [
         ('eva02_tiny_patch14_224', 'patch_embed.proj', dict(bias=None), 'the patch embedding of Eva has no bias: rot'),
-        (BEIT, 'blocks.1.attn', dict(window_size=None), 'Attention has a position bias, but no window_size that says'),
+        (
+            BEIT,
+            'blocks.1.attn',
+            dict(window_size=None),
+            'relative positions of blocks.1.attn are a Attention without a table of biases',
+        ),
         (
             VIT,
             'patch_embed',
