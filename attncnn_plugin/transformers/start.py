@@ -134,7 +134,7 @@ def init_as_convolution(
         check_new(network)
     encoding = _encoding(network, attentions)
     generator = torch.Generator().manual_seed(seed)
-    _set_shifts(network, attentions, kernel_size, shifts, generator)
+    _set_shifts(attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)
     with all_or_nothing([], values=model.parameters()), evaluating(network.module):
         if method == 'mimetic':
@@ -171,9 +171,7 @@ def _encoding(network: Transformer, attentions: List[Attention]) -> str:
     )
 
 
-def _set_shifts(
-    network: Transformer, attentions: List[Attention], kernel_size: Kernel, order: str, generator: torch.Generator
-) -> None:
+def _set_shifts(attentions: List[Attention], kernel_size: Kernel, order: str, generator: torch.Generator) -> None:
     """Gives each head a position of the kernel, in the order of ``init_as_convolution`` or at random."""
     sizes = per_axis('kernel_size', kernel_size, 2)
     # As those of a convolution with padding 'same'.
