@@ -367,9 +367,10 @@ def test_a_compiled_model_is_the_model(build, part):
         torch.testing.assert_close(own.eval()(IMAGES), other.eval()(IMAGES), rtol=1e-3, atol=1e-4)
 
 
-def test_to_attention_of_a_compiled_model():
-    compiled = torch.compile(small_cmhsa('conv'), backend='eager')
-    assert len(TwoPhases(epoch=0).on_epoch_begin(compiled, [], 0)) == 1 and compiled.phase == 'attn'
+def test_a_compiled_part_counts_once():
+    model = nn.Sequential(torch.compile(small_cmhsa('conv'), backend='eager'))
+    assert len(parts_in_phases(model)) == len(TwoPhases(epoch=0).on_epoch_begin(model, [], 0)) == 1
+    assert parts_in_phases(model, 'attn') == [model[0]._orig_mod]
 
 
 def test_a_frozen_first_block():
