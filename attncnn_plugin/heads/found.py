@@ -166,7 +166,7 @@ def same_numbers() -> Iterator[None]:
         yield
 
 
-def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
+def seen_heads(model: nn.Module, run: Run) -> Dict[str, Heads]:
     """Returns the heads of all attention that runs, by its names."""
     found: Dict[str, Heads] = {}
     own = own_heads(model)
@@ -175,7 +175,7 @@ def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambd
         heads = found.setdefault(name, own.get(name) or Heads(name, model, len(attention.of_heads(output))))
         heads.axes[attention.name] = attention.heads
 
-    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see, wanted):
+    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see):
         run()
     return found
 

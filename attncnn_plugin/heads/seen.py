@@ -7,7 +7,8 @@ takes up after dropout, casts, reshapes and mixtures of heads. A softmax that ro
 import math
 import threading
 import types
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -55,16 +56,7 @@ _multi_head_attention = types.FunctionType(
 )
 
 
-@contextmanager
-def watching(
-    model: nn.Module,
-    visit: Optional[Visit] = None,
-    wanted: Callable[[str], bool] = lambda name: True,
-    touch: Optional[Touch] = None,
-    end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
-    again: bool = False,
-    visit_own: Optional[VisitOwn] = None,
-) -> Iterator['Watch']:
+class watching(threading.local):  # noqa: N801
     """Calls ``visit(name, probs, places)`` for all attention that runs in modules of a model.
 
     The model computes what it does unwatched, to the last bit, in training too; its random numbers, buffers, gradients
@@ -84,60 +76,21 @@ def watching(
         visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
             in place of ``visit``. Defaults to None.
 
-    Yields:
-        Watch: What is seen.
-    """
-    watch = Watch(model, visit, wanted, touch, end, again, visit_own)
-    handles = [
-        register_module_forward_pre_hook(watch.enter),
-        register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
-    ]
-    try:
-        with torch.compiler.set_stance('force_eager'), shown_to_modes():
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
-        if watch.functions is not None and watch.native is None:  # after an error in a hook
-            watch.functions.__exit__(None, None, None)
-
-
-@contextmanager
-def watching_outputs(
-    model: nn.Module,
-    see: Callable[[str, 'AnyAttention', Tensor], None],
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> Iterator[None]:
-    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
-
-    The name is that of the module in which the attention runs, once more for each time it does.
-    """
-    noted: List[Tuple[AnyAttention, Tensor]] = []
-
-    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
-        noted.append((attention, output.detach()))
-        return output
-
-    def end(functions: 'FunctionsSeen', output: Any) -> None:
-        for attention, own in noted:
-            see(attention.name.partition('#')[0], attention, own)
-        noted.clear()
-
-    with watching(model, wanted=wanted, touch=touch, end=end):
-        yield
-
-
-class Watch(threading.local):
-    """The modules of a watched model that run in a thread.
-
     Attributes:
         functions (FunctionsSeen | None): What is seen of the forward pass that runs, of the model or of a part of it.
-        running (list[tuple[nn.Module, str | None]]): The modules from the outermost to the innermost, with their names;
-            None where nothing is seen.
+        running (list[tuple[nn.Module, str | None]]): The modules that run in a thread, from the outermost to the
+            innermost, with their names; None where nothing is seen.
     """
 
     def __init__(
-        self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool, visit_own: Any
+        self,
+        model: nn.Module,
+        visit: Optional[Visit] = None,
+        wanted: Callable[[str], bool] = lambda name: True,
+        touch: Optional[Touch] = None,
+        end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
+        again: bool = False,
+        visit_own: Optional[VisitOwn] = None,
     ) -> None:
         self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
         self.again, self.visit_own = again, visit_own
@@ -146,6 +99,19 @@ class Watch(threading.local):
         self.functions: Optional[FunctionsSeen] = None
         self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
         self.own: Dict[nn.Module, OwnAttention] = {}  # by the maps of their outputs
+
+    def __enter__(self) -> 'watching':
+        self.stack = ExitStack()
+        self.stack.enter_context(torch.compiler.set_stance('force_eager'))
+        self.stack.enter_context(shown_to_modes())
+        self.stack.callback(register_module_forward_pre_hook(self.enter).remove)
+        self.stack.callback(register_module_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+        if self.functions is not None and self.native is None:  # after an error in a hook
+            self.functions.__exit__(None, None, None)
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         """Notes that a module begins to run; returns what the map of a layer of this package gets instead."""
@@ -218,6 +184,32 @@ class Watch(threading.local):
                 self.end(functions, kwargs_and_output[1])
 
 
+@contextmanager
+def watching_outputs(
+    model: nn.Module,
+    see: Callable[[str, 'AnyAttention', Tensor], None],
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[None]:
+    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
+
+    The name is that of the module in which the attention runs, once more for each time it does.
+    """
+    noted: List[Tuple[AnyAttention, Tensor]] = []
+
+    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
+        noted.append((attention, output.detach()))
+        return output
+
+    def end(functions: 'FunctionsSeen', output: Any) -> None:
+        for attention, own in noted:
+            see(attention.name.partition('#')[0], attention, own)
+        noted.clear()
+
+    with watching(model, wanted=wanted, touch=touch, end=end):
+        yield
+
+
+@dataclass(eq=False)
 class Attention:
     """Attention that has run.
 
@@ -231,24 +223,19 @@ class Attention:
         probs (Tensor | None): The probabilities, ``(…, Q, K)``; None where they are not wanted.
         numbers (tuple[Tensor | None, Tensor | None]): Those of queries and keys, ``(…, Q)`` and ``(…, K)``.
         heads (list[Part] | None): The parts of the batch that are heads; None until the output shows them.
+        is_single (bool): Whether a linear map takes the channels of the output, no more than those of one head.
     """
 
+    name: str
+    owner: nn.Module
+    product: Callable[[Tensor], Tensor]
+    batch: List[str]
+    labels: List[str]
+    sizes: Dict[str, int]
+    numbers: Tuple[Optional[Tensor], Optional[Tensor]]
     probs: Optional[Tensor] = None
     heads: Optional[Sequence[Part]] = None
-    is_single = False  # whether a linear map takes the channels of the output, no more than those of one head
-
-    def __init__(
-        self,
-        name: str,
-        owner: nn.Module,
-        product: Callable[[Tensor], Tensor],
-        batch: List[str],
-        labels: List[str],
-        output: Tensor,
-        numbers: Tuple[Optional[Tensor], Optional[Tensor]],
-    ) -> None:
-        self.name, self.owner, self.product, self.batch, self.labels = name, owner, product, batch, labels
-        self.sizes, self.numbers = dict(zip(labels, output.shape)), numbers
+    is_single: bool = False
 
     def of_batch(self, tensor: Tensor, ndim: int) -> Tensor:
         """Returns ``(…, )`` with ``ndim`` more dimensions, expanded to the batch."""
@@ -379,7 +366,7 @@ class FunctionsSeen(TorchFunctionMode):
         whole (bool): Whether the model itself runs, not only a part of it.
     """
 
-    def __init__(self, watch: Watch, whole: bool) -> None:
+    def __init__(self, watch: watching, whole: bool) -> None:
         super().__init__()
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
@@ -476,13 +463,12 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def see_kernel(self, kernel: Any, args: Any, kwargs: Any, output: Any) -> Attention:
-        """Sees a function outside of PyTorch, whose output ``(B, …, Q, N_h, D_h)`` has the heads next to last."""
+        """Sees a function outside of PyTorch, whose output is ``(B, Q, N_h, D_h)``, or ``(B, Q, D_h)``."""
         output = output[0] if isinstance(output, tuple) else output
         queries, keys = (first_of(self.places.of(own)) for own in flat((*args, *kwargs.values()))[:2])
         if queries is not None:
             self.places.numbers[output] = queries[..., None].expand(output.shape)
         has_heads = output.ndim > 3
-        grid = ['q'] * (output.ndim - 2 - has_heads)
         heads = ['heads'] * has_heads
 
         def probs() -> Tensor:
@@ -492,11 +478,11 @@ class FunctionsSeen(TorchFunctionMode):
         def product(weights: Tensor) -> Tensor:
             _, value = kernel(*args, **kwargs)
             own = weights @ (value if has_heads else value.squeeze(1))
-            return (own.movedim(1, -2) if has_heads else own).reshape(output.shape)
+            return own.movedim(1, -2) if has_heads else own
 
-        by_heads = lambda own: own[..., 0].flatten(1)[:, None].expand(-1, output.shape[-2], -1) if has_heads else own  # noqa: E731
+        by_heads = lambda own: own[..., 0][:, None].expand(-1, output.shape[-2], -1) if has_heads else own  # noqa: E731
         numbers = tuple(None if own is None else by_heads(own) for own in (queries, keys))
-        return self.begin(probs, product, ['images', *heads], ['images', *grid, *heads, 'd'], output, numbers)
+        return self.begin(probs, product, ['images', *heads], ['images', 'q', *heads, 'd'], output, numbers)
 
     def multiply(self, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees the product of weights with values; the weights come second where both are transposed."""
@@ -594,7 +580,8 @@ class FunctionsSeen(TorchFunctionMode):
         module, name = next(
             (own for own in reversed(self.watch.running) if not is_function(own[0])), self.watch.running[0]
         )
-        attention = Attention(self.numbered(name or ''), module, product, batch, labels, output, numbers)
+        sizes = dict(zip(labels, output.shape))
+        attention = Attention(self.numbered(name or ''), module, product, batch, labels, sizes, numbers)
         if self.watch.visit is not None and self.watch.wanted(attention.name):
             with full_precision(output.device.type):
                 attention.probs = attention.of_batch(at_least_float32(probs().detach()), 2)

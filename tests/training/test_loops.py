@@ -381,11 +381,11 @@ def test_no_images_and_no_loss():
     batches = [dict(images=IMAGES)]
     pruner = PruneHeads(batches=batches, criteria=criteria, bias_correction=False)
     judged = pruner.judge(model)
-    assert judged.heads == {'network.blocks.0.attn': [1]}
+    assert judged == {'network.blocks.0.attn': [1]}
     with pytest.raises(ValueError, match='gave None, but the mean loss is needed'):
         PruneHeads(batches=batches, criteria=criteria, keep=5).judge(model)
     expected = copy.deepcopy(model)
-    prune_heads(expected, judged.heads)
+    prune_heads(expected, judged)
     pruner.remove(model, judged)
     assert torch.equal(model(IMAGES)['logits'], expected(IMAGES)['logits'])
 
@@ -619,18 +619,18 @@ def judged_by(batches):
 def judge_on_a_rank(rank, half, folder):
     batches, drawn = [(IMAGES[half], LABELS[half])], ([4.0, 0, 1], [0.0, 0.5, 2])[rank]
     by = lambda *args: {f'blocks.{block}.attn': torch.tensor(drawn) for block in range(2)}  # noqa: E731
-    assert PruneHeads(batches=batches, by=by, keep=4).judge(vit()).heads == {
+    assert PruneHeads(batches=batches, by=by, keep=4).judge(vit()) == {
         f'blocks.{block}.attn': [1] for block in range(2)
     }
     judged = judged_by(batches)
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
-    return judged.heads, found, torch.cat(judged.means['blocks.0.attn'].mean)
+    return judged, found, torch.cat(judged.means['blocks.0.attn'].mean)
 
 
 def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
     one, other = on_two_ranks(judge_on_a_rank, tmp_path)
     judged = judged_by([(IMAGES, LABELS)])
-    assert one[0] == other[0] == judged.heads and one[1] == other[1]
+    assert one[0] == other[0] == judged and one[1] == other[1]
     for name, report in judged.reports.items():
         assert len(report.found) == 3
         assert one[1][name] == pytest.approx([entry.value for entry in report.found], rel=1e-4)
@@ -652,11 +652,11 @@ def test_any_score_of_heads(by):
     torch.manual_seed(0)
     model, batches = vit(embed_dim=24), batches_of(0)
     judged = PruneHeads(batches=batches, by=by, keep=3).judge(model)
-    assert judged.heads == least_important(by(model.eval(), batches, loss_of_batch), keep=3)
+    assert judged == least_important(by(model.eval(), batches, loss_of_batch), keep=3)
     if by is head_importance:
-        assert judged.heads == PruneHeads(batches=batches, keep=3).judge(model).heads
+        assert judged == PruneHeads(batches=batches, keep=3).judge(model)
     if by is last_first:
-        assert judged.heads == {'blocks.0.attn': [1, 2], 'blocks.1.attn': [2]}
+        assert judged == {'blocks.0.attn': [1, 2], 'blocks.1.attn': [2]}
         only = PruneHeads(batches=batches, by=by, threshold=0, layers=['blocks.1.*']).judge(model)
         assert only.heads == {'blocks.1.attn': [2]} and only.reports['blocks.1.attn'].found[0].value == -1
 
@@ -730,7 +730,7 @@ def test_a_duplicate_hands_on_its_values(bias_correction):
     expected = model(IMAGES)
     pruner = PruneHeads(batches=[(IMAGES, LABELS)], criteria=['duplicate'], bias_correction=bias_correction)
     judged = pruner.judge(model)
-    assert judged.heads == {'blocks.0.attn': [2]}
+    assert judged == {'blocks.0.attn': [2]}
     pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2
     assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
