@@ -23,7 +23,7 @@ ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
-    """The error of a convolution instead of an attention layer, on a grid of ``size``.
+    """How far a convolution is from the attention layer that it replaces, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
     max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. The bound is the
@@ -31,14 +31,12 @@ class ConvFit:
 
     Attributes:
         size (tuple[int, ...]): Size of the grid that the fit is for and that the bound holds at.
-        shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
-        coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, float64.
+        coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, in the order of the kernel's entries, float64.
         residual (Tensor): ‖E_h‖_F / ‖P_h‖_F of each head, ``(N_h,)``, float64.
         bound (float): The bound.
     """
 
     size: Tuple[int, ...]
-    shifts: Tensor
     coefficients: Tensor
     residual: Tensor
     bound: float
@@ -133,7 +131,7 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     if bound.any():  # the norms are most of the work
         bound = block_norms(value, groups)[:, None] * bound
     bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
-    fit = ConvFit(size, window.shifts(), coefficients, residual, bound.max().item())
+    fit = ConvFit(size, coefficients, residual, bound.max().item())
     bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 

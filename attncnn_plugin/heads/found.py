@@ -219,7 +219,7 @@ def as_integers(heads: Iterable[Any], num_heads: int) -> List[int]:
 
 @contextmanager
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
-    """Lets a model compute inside as if heads were removed: their outputs are zero, in training too.
+    """Sets the outputs of heads to zero inside, as if they were removed, in training too.
 
     The first time it runs there, it runs once more before, so that its heads are seen.
 
@@ -326,7 +326,7 @@ def is_in(name: str, other: str) -> bool:
 
 
 class _Alive(TorchFunctionMode):
-    """Has activations that are 0 somewhere computed as one that is not: no gradient is 0 behind a dead unit."""
+    """Replaces activations that are 0 somewhere by one that is not: behind a dead unit no gradient would be left."""
 
     FLAT = {
         *(F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.threshold),
@@ -413,7 +413,7 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
 
 
 def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
-    """Lets what a map to heads has beside its weight follow it, and the weight its bias.
+    """Gives bias and other tensors of a map to heads the same owners as its weight, and the weight those of its bias.
 
     To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the
     statistics of a norm cannot be differentiated.

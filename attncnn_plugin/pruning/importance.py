@@ -332,7 +332,7 @@ def least_important(
 
 
 def check_amount(threshold: Optional[float], keep: Optional[float], multiply_adds: Optional[float]) -> None:
-    """Refuses anything but one of these that is possible.
+    """Checks that exactly one of these is given, and is possible.
 
     Raises:
         ValueError: None is given, or several, or an impossible one.

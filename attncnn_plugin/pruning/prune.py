@@ -80,7 +80,7 @@ def prune_heads(
     inputs: Any = None,
     call: Call = None,
 ) -> Change:
-    """Removes heads of a model, in place; it computes what it did with their outputs at zero.
+    """Removes heads from a model, in place: it then computes what it did with their outputs at zero.
 
     The model is any with softmax attention that runs as it was written, whatever its class. Which entries of which
     parameter belong to a head is found by gradients. They are cut out, the model runs, and its outputs, those of the
@@ -167,7 +167,7 @@ def prune_heads(
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
-    """Refuses attention that is not alone with what belongs to its heads.
+    """Refuses attention whose heads have no entries of their own, or share parameters with another layer.
 
     Raises:
         TypeError: No entries of single heads are found, or they are in something else than a plain parameter.

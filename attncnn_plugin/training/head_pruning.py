@@ -273,7 +273,7 @@ class PruneHeads:
             find_entries(model, list(layers.values()), run)
 
     def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
-        """Has what stays in a layer do on average what the heads did that go."""
+        """Adds the mean output of heads that go to the bias of their layer."""
         for name, heads in judged.items() if self.bias_correction else ():
             if getattr(layers[name].output, 'bias', None) is not None:
                 fold_into_bias(layers[name], heads, judged.means[name].mean)
