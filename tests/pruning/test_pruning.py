@@ -19,8 +19,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import (
     GeneralizedQuadraticAttention,
-    GridBias,
-    PatchAttention,
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
@@ -32,7 +30,7 @@ from attncnn_plugin.pruning import (
     prune_heads,
     replace_parameters,
 )
-from attncnn_plugin.pruning.means import fold_into_bias, head_means, merge_duplicate
+from attncnn_plugin.pruning.means import fold_into_bias, head_means
 from attncnn_plugin.training import PruneHeads
 
 
@@ -433,7 +431,7 @@ def test_a_state_dict_without_some_of_the_parameters():
 @pytest.mark.parametrize('groups', [1, 2, 4])
 @pytest.mark.parametrize('stride', [1, 2])
 def test_heads_in_the_place_of_a_convolution(groups, stride):
-    """A uniform head becomes a bias, a duplicate goes to the head that it repeats, and the function stays."""
+    """A uniform head becomes a bias, and the function stays; a duplicate is found."""
     conv = nn.Conv2d(4, 8, 3, padding=1, stride=stride, groups=groups, padding_mode='circular')
     layer, _ = conv_to_mhsa(conv.double(), alpha=6)
     with torch.no_grad():
@@ -448,14 +446,9 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     one = images[:1]  # a uniform head has the mean of its image
     with head_means(layer) as of_one:
         expected = layer(one)
-    heads = prunable_heads(layer)['']
-    fold_into_bias(heads, [1], of_one[''].mean)
-    merge_duplicate(heads, 2, 0)
-    prune_heads(layer, {'': [1, 2]})
+    fold_into_bias(prunable_heads(layer)[''], [1], of_one[''].mean)
+    prune_heads(layer, {'': [1]})
     assert torch.allclose(layer(one), expected, atol=1e-12)
-    narrow = PatchAttention(8, 3, GridBias(3, (2, 2)), head_dim=2)
-    with pytest.raises(ValueError, match='values of head_dim=2 channels, so that one head cannot take the values of'):
-        merge_duplicate(prunable_heads(narrow)[''], 2, 0)
 
 
 @pytest.mark.parametrize(
