@@ -53,9 +53,7 @@ def scores_of_xformers(
     scale: Optional[float] = None,
     **options: Any,
 ) -> Tuple[Tensor, Tensor]:
-    """Computes the scores of ``xformers.ops.memory_efficient_attention``, ``(B, N, N_h, D_h)`` or ``(B, N, D_h)``."""
-    if query.ndim == 3:
-        query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
+    """Computes the scores of ``xformers.ops.memory_efficient_attention``, ``(B, N, N_h, D_h)``."""
     scores, value = with_values(query, key, value, scale)
     if hasattr(attn_bias, 'materialize'):
         attn_bias = attn_bias.materialize(tuple(scores.shape), device=scores.device)

@@ -463,26 +463,21 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def see_kernel(self, kernel: Any, args: Any, kwargs: Any, output: Any) -> Attention:
-        """Sees a function outside of PyTorch, whose output is ``(B, Q, N_h, D_h)``, or ``(B, Q, D_h)``."""
+        """Sees a function outside of PyTorch, whose output is ``(B, Q, N_h, D_h)``."""
         output = output[0] if isinstance(output, tuple) else output
         queries, keys = (first_of(self.places.of(own)) for own in flat((*args, *kwargs.values()))[:2])
         if queries is not None:
             self.places.numbers[output] = queries[..., None].expand(output.shape)
-        has_heads = output.ndim > 3
-        heads = ['heads'] * has_heads
-
-        def probs() -> Tensor:
-            scores, _ = kernel(*args, **kwargs)
-            return softmax(scores).squeeze(1) if not has_heads else softmax(scores)
-
-        def product(weights: Tensor) -> Tensor:
-            _, value = kernel(*args, **kwargs)
-            own = weights @ (value if has_heads else value.squeeze(1))
-            return own.movedim(1, -2) if has_heads else own
-
-        by_heads = lambda own: own[..., 0][:, None].expand(-1, output.shape[-2], -1) if has_heads else own  # noqa: E731
-        numbers = tuple(None if own is None else by_heads(own) for own in (queries, keys))
-        return self.begin(probs, product, ['images', *heads], ['images', 'q', *heads, 'd'], output, numbers)
+        heads = output.shape[2]  # keys can have fewer
+        numbers = tuple(None if own is None else own[..., 0][:, None].expand(-1, heads, -1) for own in (queries, keys))
+        return self.begin(
+            lambda: softmax(kernel(*args, **kwargs)[0]),
+            lambda weights: (weights @ kernel(*args, **kwargs)[1]).movedim(1, -2),
+            ['images', 'heads'],
+            ['images', 'q', 'heads', 'd'],
+            output,
+            numbers,
+        )
 
     def multiply(self, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees the product of weights with values; the weights come second where both are transposed."""

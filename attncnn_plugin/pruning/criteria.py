@@ -230,10 +230,22 @@ def factor_of(gaussian: Any) -> Tensor:
 
 def largest_eigenvalue(factor: Tensor) -> Tensor:
     """Computes λ₁ of Σ⁻¹ = MMᵀ, ``(N_h,)``, of M, ``(N_h, ndim, ndim)``."""
-    return torch.linalg.svdvals(factor)[:, 0].square()
+    return _singular_values(factor)[0].square()
 
 
 def condition_number(factor: Tensor) -> Tensor:
     """Computes the largest eigenvalue of Σ⁻¹ = MMᵀ over the smallest, 1 for 0, of M, ``(N_h, ndim, ndim)``."""
-    values = torch.linalg.svdvals(factor)
-    return torch.where(values[:, 0] > 0, (values[:, 0] / values[:, -1]).square(), 1.0)
+    largest, smallest = _singular_values(factor)
+    return torch.where(largest > 0, (largest / smallest).square(), 1.0)
+
+
+def _singular_values(factor: Tensor) -> Tuple[Tensor, Tensor]:
+    """Computes the largest and the smallest singular value of M."""
+    if factor.shape[-1] != 2:
+        values = torch.linalg.svdvals(factor)
+        return values[:, 0], values[:, -1]
+    # (s₁ ± s₂)² = (a ± d)² + (b ∓ c)² for det M ≥ 0, with the signs exchanged otherwise.
+    (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
+    largest = (torch.hypot(a + d, b - c) + torch.hypot(a - d, b + c)) / 2
+    # s₁ s₂ = |det M|. The products of float32 entries are exact in float64: a singular M has the determinant 0.
+    return largest, (a * d - b * c).abs() / largest

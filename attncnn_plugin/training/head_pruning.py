@@ -259,8 +259,9 @@ class PruneHeads:
                 outputs = [of_model[name].output for name in judged]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
-            for of_model in layers:
-                self._make_up(of_model, judged)
+            for of_model, (name, heads) in itertools.product(layers, judged.items() if self.bias_correction else ()):
+                if getattr(of_model[name].output, 'bias', None) is not None:
+                    fold_into_bias(of_model[name], heads, judged.means[name].mean)
             changes = [prune_heads(own, judged, *example, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
@@ -271,12 +272,6 @@ class PruneHeads:
         with random_numbers_kept():
             run = lambda: self.loss(model, *batch) if batch else example_run(model)()  # noqa: E731
             find_entries(model, list(layers.values()), run)
-
-    def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
-        """Adds the mean output of heads that go to the bias of their layer."""
-        for name, heads in judged.items() if self.bias_correction else ():
-            if getattr(layers[name].output, 'bias', None) is not None:
-                fold_into_bias(layers[name], heads, judged.means[name].mean)
 
     def _some(self, number: Optional[int] = None) -> List[Any]:
         """Returns the first of the batches; a data loader draws a random number when it begins."""

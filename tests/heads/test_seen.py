@@ -622,10 +622,6 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         if hasattr(attn_bias, 'materialize')
         else attn_bias
     )
-    if query.ndim == 3:
-        return memory_efficient_attention(query[:, :, None], key[:, :, None], value[:, :, None], bias, p, scale)[
-            :, :, 0
-        ]
     scores = torch.stack([torch.stack([(key * query[:, i, None]).sum(-1) for i in range(query.shape[1])], 1)])[0]
     scores = scores.movedim(-1, 1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     exp = (scores if bias is None else scores + bias).exp()
@@ -658,7 +654,7 @@ def random(*shapes):
         (
             'xformers.ops.memory_efficient_attention',
             memory_efficient_attention,
-            random(*[(2, 5, 3)] * 3),
+            random(*[(2, 5, 4, 3)] * 3),
             dict(attn_bias=Bias(), scale=0.4),
         ),
     ],
@@ -673,10 +669,8 @@ def test_kernels_outside(monkeypatch, name, own, args, options):
     monkeypatch.setitem(sys.modules, 'user', user)
     for attend in (lambda *own: getattr(module, function)(*own, **options), lambda *own: user.attend(*own, **options)):
         ((_, probs),) = seen(attend, *args)
-        value = args[2].flatten(1, -3) if args[2].ndim > 3 else args[2][:, :, None]
-        value = value.repeat_interleave(probs.shape[1] // value.shape[2], 2)
-        expected = own(*args, **options)
-        close(torch.einsum('bhqk,bkhd->bqhd', probs, value).reshape(expected.shape), expected)
+        value = args[2].repeat_interleave(probs.shape[1] // args[2].shape[2], 2)
+        close(torch.einsum('bhqk,bkhd->bqhd', probs, value), own(*args, **options))
         close(probs.sum(-1), torch.ones(probs.shape[:-1], dtype=probs.dtype))
     assert getattr(module, function) is user.attend is own and name in KERNELS
 
