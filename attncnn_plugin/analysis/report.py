@@ -329,14 +329,15 @@ class HeadReport:
         return {**origin, 'layers': [report.to_dict() for report in self.layers]}
 
     def __str__(self) -> str:
-        rows, texts, first = [MODEL_COLUMNS], [], {}
+        rows, texts = [MODEL_COLUMNS], []
+        first: Dict[str, LayerReport] = {}
         for report in self.layers:
             heads = report.heads
             masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
-            means = [f'{mass / len(heads):.0%}' for mass in masses] or ['-', '-']
+            means = [f'{mass / len(heads):.0%}' for mass in masses]
             span = f'{report.spanned[0].error:.1%}' if report.spanned else '-'
             nearest = report.summary.replace(' convolution', '').replace(', error', ':')
             rows.append([report.name, report.attention, str(len(heads)), *means, span, nearest])
-            alike = first.setdefault(report.table, report) if heads else report
+            alike = first.setdefault(report.table, report)
             texts.append(str(report) if alike is report else f'{report.sentences}\n  heads as those of {alike.name}')
         return '\n\n'.join([*texts, table(rows)])
