@@ -188,7 +188,7 @@ def find_degenerate_heads(
         try:
             reports[name] = report_of(layer, own if criteria is None else criteria, observed[name])
         except (TypeError, ValueError) as error:
-            raise type(error)(f'{name or type(layer).__name__}: {error}') from error
+            raise type(error)(f'{name or type(model).__name__}: {error}') from error
     return JudgedHeads(reports, heads_to_remove(reports, layers, observed))
 
 

@@ -179,8 +179,8 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
     if not layer.owners or others and not any(dim for dim, _ in layer.owners.values()):
         kinds = f' {others[0]} is quantized or sharded: prune before that.' if others else ''
         raise TypeError(
-            f'heads of {name} cannot be removed: no parameters near it have entries of single heads. Heads share all of '
-            f'them, as where a map mixes heads (talking heads), or their gradients cannot be computed.{kinds}'
+            f'heads of {name} cannot be removed: no parameters near it have entries of single heads, so that heads '
+            f'share all of them, or their gradients cannot be computed.{kinds}'
         )
     for key, (dim, owners) in layer.owners.items():
         reason = None if key in buffers else not_alone(named.get(key), dim, len(owners))
@@ -242,7 +242,8 @@ def _cut_and_compare(
     names = ', '.join(gone)
     raise TypeError(
         f'heads of {names} cannot be removed: a {type(model.get_submodule(next(iter(gone)))).__name__} cannot run with '
-        f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))})'
+        f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))}). Heads that a map mixes, such as '
+        'talking heads, can only be hidden: use masked_heads'
     )
 
 

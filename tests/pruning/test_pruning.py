@@ -19,8 +19,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import (
     GeneralizedQuadraticAttention,
+    GridBias,
+    PatchAttention,
     QuadraticAttention,
 )
+from attncnn_plugin.attention.state_dicts import write_extra_state
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.heads.sizes import RECORD
 from attncnn_plugin.pruning import (
@@ -416,6 +419,20 @@ def test_compiled_without_some_heads(name):
 def test_what_cannot_be_loaded(other, message):
     with pytest.raises(RuntimeError, match=message):
         small_timm('sa_quadratic_cifar').load_state_dict(small_timm('sa_quadratic_cifar', **other).state_dict())
+
+
+def test_a_layer_keeps_a_head():
+    """Of a state dict without any, too."""
+    model, narrow = small_timm('sa_quadratic_cifar'), PatchAttention(8, 3, GridBias(3, (2, 2)), head_dim=2)
+    for module in (model.blocks[0].attn, narrow):
+        state = module.state_dict()
+        for key, (dim, _) in module.head_parameters().items():
+            state[key] = state[key].narrow(dim, 0, 0)
+        if '_extra_state' in state:
+            state['_extra_state'] = write_extra_state(dict(qk_dim=8, head_dims=[], null_key=False))
+        with pytest.raises(RuntimeError, match='has 0 heads in the state dict, but num_heads=3 in the model'):
+            module.load_state_dict(state)
+        assert module.num_heads == 3
 
 
 def test_a_state_dict_without_some_of_the_parameters():
