@@ -78,7 +78,7 @@ class Heads:
 
     @property
     def readers(self) -> Dict[str, Tensor]:
-        """Whose heads the columns of each weight are that takes their outputs, by name."""
+        """The weights that take the outputs of heads, by name, and which heads each of their columns belongs to."""
         return {name: own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')}
 
     @property
@@ -93,7 +93,7 @@ class Heads:
         return owners[:, list(heads)].any(1).nonzero().flatten()
 
     def kept(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Returns the dimension of heads of each parameter, and the entries that stay without some heads.
+        """Returns, for each parameter, the dimension of heads and the entries that stay when some heads go.
 
         An entry goes with the last of its heads.
         """

@@ -299,7 +299,7 @@ class Attention:
 
 
 class OwnAttention:
-    """Attention of this package that runs: its heads are told apart at the map of their outputs.
+    """Attention of a layer of this package that runs; the input of its output map shows the heads apart.
 
     Attributes:
         name (str): Its name.
@@ -400,7 +400,7 @@ class FunctionsSeen(TorchFunctionMode):
         return (touched, *output[1:]) if several else touched
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
-        """Looks at a call and at what it gave; returns attention that it was."""
+        """Finds out whether a call was attention, and returns it then."""
         if isinstance(output, Tensor) and not output.numel():
             return None  # of no images
         if func is F.scaled_dot_product_attention:
@@ -532,7 +532,7 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def before_dropout(self, weights: Tensor) -> Tensor:
-        """Returns weights as they were before dropout."""
+        """Returns the weights before dropout."""
         before = self.weights[weights]
         return weights if before is None else before
 
@@ -614,7 +614,7 @@ class FunctionsSeen(TorchFunctionMode):
         self.outputs[output] = attention, found
 
     def numbered(self, name: str) -> str:
-        """Returns the name of attention that runs once more in a module of this name."""
+        """Returns the name of the attention that runs next in a module: of the second one it ends with ``#2``."""
         self.counts[name] = count = self.counts.get(name, 0) + 1
         return name if count == 1 else f'{name}#{count}'
 
@@ -656,12 +656,12 @@ def batch_axes(output: Tensor) -> List[str]:
 
 
 def are_one(keys: Optional[Tensor]) -> bool:
-    """Says whether several keys are of the same place."""
+    """Says whether there are several keys, all of the same place."""
     return keys is not None and keys.shape[-1] > 1 and bool(((keys == keys[..., :1]) & (keys > 0)).all())
 
 
 def replaced(values: Any, others: Dict[int, Tensor]) -> Any:
-    """Returns values, and lists of them, with others in the place of those of an id."""
+    """Replaces values, also in lists, by others that are given by their ids."""
     if isinstance(values, (list, tuple)) and not isinstance(values, torch.Size):
         return [replaced(own, others) for own in values]
     return others.get(id(values), values)
@@ -716,7 +716,7 @@ def probs_of_flex_attention(
 
 
 def softmax(scores: Tensor, masked: bool = True) -> Tensor:
-    """Returns softmax in the memory of the scores, which is 0 where a query sees no key, by a mask of −inf."""
+    """Computes the softmax in the memory of the scores; it is 0 where a mask of −inf hides all keys from a query."""
     sees_none = scores.amax(-1, keepdim=True) == -torch.inf if masked else None
     probs = torch.softmax(scores, -1, out=scores if type(scores) is Tensor else None)
     return probs if sees_none is None else probs.masked_fill_(sees_none, 0)

@@ -200,7 +200,7 @@ class FewerHeads:
 
 
 def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
-    """Notes a structure in a buffer; none where all heads are there."""
+    """Notes a structure in a buffer, or removes it where all heads are there."""
     if left == built:
         if RECORD in module._buffers:
             delattr(module, RECORD)
@@ -220,7 +220,7 @@ def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:
 
 
 def note_in_configs(model: nn.Module) -> None:
-    """Has configurations of Hugging Face transformers, which ``save_pretrained`` writes, say what loads the model."""
+    """Notes in configurations of Hugging Face transformers, which ``save_pretrained`` writes, what loads the model."""
     modules: List[Any] = [own for own in model.modules() if hasattr(getattr(own, 'config', None), 'architectures')]
     for module in modules:
         vars(module.config).pop(NOTE, None)

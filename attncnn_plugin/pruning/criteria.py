@@ -145,7 +145,7 @@ def rules_of(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> 
 def found_by(
     num_heads: int, criteria: Sequence[Criterion], measures: Mapping[str, Measure], *of_layer: Any
 ) -> DegeneracyReport:
-    """Returns the heads that the criteria find, each under the first; duplicates are among the heads that are left."""
+    """Returns the heads that the criteria find, each under the first; only the others are compared for duplicates."""
     found: Dict[int, DegenerateHead] = {}
     rules = sorted(rules_of(criteria, measures), key=lambda rule: rule[0] == 'duplicate')
     for name, threshold in rules if num_heads else ():

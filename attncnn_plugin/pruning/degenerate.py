@@ -216,7 +216,7 @@ def heads_to_remove(
     layers: Mapping[str, Heads],
     observed: Mapping[str, ObservedAttention],
 ) -> Dict[str, List[int]]:
-    """Returns the heads that reports find, but for the least uniform one of a layer all of whose heads are found."""
+    """Returns the heads that reports find; of a layer all of whose heads are found, the least uniform one stays."""
     heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
     for name in [name for name, gone in heads.items() if len(gone) == reports[name].num_heads]:
         own, layer = observed[name], layers[name]

@@ -131,7 +131,7 @@ def head_importance(
 
 
 def normalized(importance: Tensor) -> Tensor:
-    """Returns the importances of a layer's heads, ``(N_h,)``, by their l2 norm; those that are all 0 stay."""
+    """Divides the importances of a layer's heads, ``(N_h,)``, by their l2 norm; those that are all 0 stay."""
     return importance / (importance.norm() or 1)
 
 
@@ -344,7 +344,7 @@ def check_amount(threshold: Optional[float], keep: Optional[float], multiply_add
 def _until(
     ranked: List[Tuple[float, str, int]], goal: float, total: float, costs: Mapping[str, Tensor], asked: str, unit: str
 ) -> List[Tuple[float, str, int]]:
-    """Returns as many of the ranked heads as bring a total down to a goal."""
+    """Returns the first of the ranked heads, as many as it takes to bring a total down to a goal."""
     left, chosen = float(total), []
     for entry in ranked:
         if left <= goal:
