@@ -126,7 +126,9 @@ class watching(threading.local):  # noqa: N801
             self.names[module] = None  # of another model, or it came while the model ran
             self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
-        if self.native is not None or not self.running and (name is None or in_backward() and not self.again):
+        # In a backward pass gradient checkpointing computes layers again.
+        again = torch._C._current_graph_task_id() != -1
+        if self.native is not None or not self.running and (name is None or again and not self.again):
             return None
         if self.functions is None:
             self.functions = FunctionsSeen(self, whole=module is self.model)
@@ -630,11 +632,6 @@ class FunctionsSeen(TorchFunctionMode):
         """Shows the attention of a module that has run, whose heads nothing has joined."""
         for attention in [own for own in self.open if own.owner is module]:
             self.show(attention)
-
-
-def in_backward() -> bool:
-    """Says whether a backward pass runs, where gradient checkpointing computes layers again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_function(module: nn.Module) -> bool:
