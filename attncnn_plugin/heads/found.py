@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..attention.attention_layer import AttentionLayer, set_parameter
 from ..attention.evaluation_mode import evaluating
-from ..attention.heads import PrunableHeads, set_parameter
 from ..attention.window import shown
 from ..change import Successor, held_by, succession, undone
 from .seen import AnyAttention, known_heads, watching, watching_outputs
@@ -60,7 +60,7 @@ class Heads:
     def layer(self) -> Any:
         """The attention layer of this package; None for attention of another library."""
         module = self.model.get_submodule(self.name)
-        return module if isinstance(module, PrunableHeads) else None
+        return module if isinstance(module, AttentionLayer) else None
 
     @property
     def home(self) -> str:
@@ -77,19 +77,23 @@ class Heads:
         return next((record[0] for record in around if record is not None), built)
 
     @property
+    def readers(self) -> Dict[str, Tensor]:
+        """The weights that take the outputs of heads, by name, and which heads each of their columns belongs to."""
+        return {name: own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')}
+
+    @property
     def output(self) -> Any:
         """The linear map that takes the outputs of all heads; None where another module does."""
-        readers = [name for name, (dim, _) in self.owners.items() if dim == 1 and name.endswith('.weight')]
-        modules = [self.model.get_submodule(name.rpartition('.')[0]) for name in readers]
+        modules = [self.model.get_submodule(name.rpartition('.')[0]) for name in self.readers]
         return modules[0] if len(modules) == 1 and isinstance(modules[0], nn.Linear) else None
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
-        (owners,) = [own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')]
+        (owners,) = self.readers.values()
         return owners[:, list(heads)].any(1).nonzero().flatten()
 
     def kept(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Returns the dimension of heads of each parameter, and the entries that stay without some heads.
+        """Returns, for each parameter, the dimension of heads and the entries that stay when some heads go.
 
         An entry goes with the last of its heads.
         """
@@ -131,7 +135,7 @@ def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
 
 def own_heads(model: nn.Module) -> Dict[str, Heads]:
     """Returns the heads of the layers of this package in a model, by their names."""
-    layers = {name: own for name, own in model.named_modules() if isinstance(own, PrunableHeads)}
+    layers = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     found = {}
     for name, layer in layers.items():
         owners = {f'{name}.{key}'.lstrip('.'): own for key, own in layer.head_owners().items()}
@@ -166,7 +170,7 @@ def same_numbers() -> Iterator[None]:
         yield
 
 
-def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
+def seen_heads(model: nn.Module, run: Run) -> Dict[str, Heads]:
     """Returns the heads of all attention that runs, by its names."""
     found: Dict[str, Heads] = {}
     own = own_heads(model)
@@ -175,7 +179,7 @@ def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambd
         heads = found.setdefault(name, own.get(name) or Heads(name, model, len(attention.of_heads(output))))
         heads.axes[attention.key] = attention.heads
 
-    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see, wanted):
+    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see):
         run()
     return found
 

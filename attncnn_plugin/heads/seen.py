@@ -8,7 +8,8 @@ import math
 import threading
 import types
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -54,16 +55,7 @@ _multi_head_attention = types.FunctionType(
 )
 
 
-@contextmanager
-def watching(
-    model: nn.Module,
-    visit: Optional[Visit] = None,
-    wanted: Callable[[str], bool] = lambda name: True,
-    touch: Optional[Touch] = None,
-    end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
-    again: bool = False,
-    visit_own: Optional[VisitOwn] = None,
-) -> Iterator['Watch']:
+class watching(threading.local):  # noqa: N801
     """Calls ``visit(name, probs, places)`` for all attention that runs in modules of a model.
 
     The model computes what it does unwatched, to the last bit, in training too; its random numbers, buffers, gradients
@@ -83,60 +75,21 @@ def watching(
         visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
             in place of ``visit``. Defaults to None.
 
-    Yields:
-        Watch: What is seen.
-    """
-    watch = Watch(model, visit, wanted, touch, end, again, visit_own)
-    handles = [
-        register_module_forward_pre_hook(watch.enter),
-        register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
-    ]
-    try:
-        with torch.compiler.set_stance('force_eager'), shown_to_modes():
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
-        if watch.functions is not None and watch.native is None:  # after an error in a hook
-            watch.functions.__exit__(None, None, None)
-
-
-@contextmanager
-def watching_outputs(
-    model: nn.Module,
-    see: Callable[[str, 'AnyAttention', Tensor], None],
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> Iterator[None]:
-    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
-
-    The name is that of the module in which the attention runs, once more for each time it does.
-    """
-    noted: List[Tuple[AnyAttention, Tensor]] = []
-
-    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
-        noted.append((attention, output.detach()))
-        return output
-
-    def end(functions: 'FunctionsSeen', output: Any) -> None:
-        for attention, own in noted:
-            see(attention.name.partition('#')[0], attention, own)
-        noted.clear()
-
-    with watching(model, wanted=wanted, touch=touch, end=end):
-        yield
-
-
-class Watch(threading.local):
-    """The modules of a watched model that run in a thread.
-
     Attributes:
         functions (FunctionsSeen | None): What is seen of the forward pass that runs, of the model or of a part of it.
-        running (list[tuple[nn.Module, str | None]]): The modules from the outermost to the innermost, with their names;
-            None where nothing is seen.
+        running (list[tuple[nn.Module, str | None]]): The modules that run in a thread, from the outermost to the
+            innermost, with their names; None where nothing is seen.
     """
 
     def __init__(
-        self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool, visit_own: Any
+        self,
+        model: nn.Module,
+        visit: Optional[Visit] = None,
+        wanted: Callable[[str], bool] = lambda name: True,
+        touch: Optional[Touch] = None,
+        end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
+        again: bool = False,
+        visit_own: Optional[VisitOwn] = None,
     ) -> None:
         self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
         self.again, self.visit_own = again, visit_own
@@ -145,6 +98,19 @@ class Watch(threading.local):
         self.functions: Optional[FunctionsSeen] = None
         self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
         self.own: Dict[nn.Module, OwnAttention] = {}  # by the maps of their outputs
+
+    def __enter__(self) -> 'watching':
+        self.stack = ExitStack()
+        self.stack.enter_context(torch.compiler.set_stance('force_eager'))
+        self.stack.enter_context(shown_to_modes())
+        self.stack.callback(register_module_forward_pre_hook(self.enter).remove)
+        self.stack.callback(register_module_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+        if self.functions is not None and self.native is None:  # after an error in a hook
+            self.functions.__exit__(None, None, None)
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         """Notes that a module begins to run; returns what the map of a layer of this package gets instead."""
@@ -159,7 +125,9 @@ class Watch(threading.local):
             self.names[module] = None  # of another model, or it came while the model ran
             self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
-        if self.native is not None or not self.running and (name is None or in_backward() and not self.again):
+        # In a backward pass gradient checkpointing computes layers again.
+        again = torch._C._current_graph_task_id() != -1
+        if self.native is not None or not self.running and (name is None or again and not self.again):
             return None
         if self.functions is None:
             self.functions = FunctionsSeen(self, whole=module is self.model)
@@ -217,6 +185,32 @@ class Watch(threading.local):
                 self.end(functions, kwargs_and_output[1])
 
 
+@contextmanager
+def watching_outputs(
+    model: nn.Module,
+    see: Callable[[str, 'AnyAttention', Tensor], None],
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[None]:
+    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
+
+    The name is that of the module in which the attention runs, once more for each time it does.
+    """
+    noted: List[Tuple[AnyAttention, Tensor]] = []
+
+    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
+        noted.append((attention, output.detach()))
+        return output
+
+    def end(functions: 'FunctionsSeen', output: Any) -> None:
+        for attention, own in noted:
+            see(attention.name.partition('#')[0], attention, own)
+        noted.clear()
+
+    with watching(model, wanted=wanted, touch=touch, end=end):
+        yield
+
+
+@dataclass(eq=False)
 class Attention:
     """Attention that has run.
 
@@ -227,30 +221,28 @@ class Attention:
         batch (list[str]): The labels of the axes that output and weights share, in the order of the weights.
         labels (list[str]): Those of all axes of the output; ``'q'`` are the queries, ``'d'`` the channels.
         shape (torch.Size): The shape of the output.
-        sizes (dict[str, int]): The size of each axis by its label.
         probs (Tensor | None): The probabilities, ``(…, Q, K)``; None where they are not wanted.
         numbers (tuple[Tensor | None, Tensor | None]): Those of queries and keys, ``(…, Q)`` and ``(…, K)``.
         heads (Tensor | None): Which entries of the flat batch are the heads of an image, ``(B, N_h)``; None until the
             output shows them.
+        is_single (bool): Whether a linear map takes the channels of the output, no more than those of one head.
     """
 
+    name: str
+    owner: nn.Module
+    product: Callable[[Tensor], Tensor]
+    batch: List[str]
+    labels: List[str]
+    shape: torch.Size
+    numbers: Tuple[Optional[Tensor], Optional[Tensor]]
     probs: Optional[Tensor] = None
     heads: Optional[Tensor] = None
-    is_single = False  # whether a linear map takes the channels of the output, no more than those of one head
+    is_single: bool = False
 
-    def __init__(
-        self,
-        name: str,
-        owner: nn.Module,
-        product: Callable[[Tensor], Tensor],
-        batch: List[str],
-        labels: List[str],
-        output: Tensor,
-        numbers: Tuple[Optional[Tensor], Optional[Tensor]],
-    ) -> None:
-        self.name, self.owner, self.product, self.batch, self.labels = name, owner, product, batch, labels
-        self.shape, self.numbers = output.shape, numbers
-        self.sizes = dict(zip(labels, output.shape))
+    @property
+    def sizes(self) -> Dict[str, int]:
+        """The size of each axis of the output by its label."""
+        return dict(zip(self.labels, self.shape))
 
     def of_batch(self, tensor: Tensor, ndim: int) -> Tensor:
         """Returns ``(…, )`` with ``ndim`` more dimensions, expanded to the batch."""
@@ -347,7 +339,7 @@ class Attention:
 
 
 class OwnAttention:
-    """Attention of this package that runs: its heads are told apart at the map of their outputs.
+    """Attention of a layer of this package that runs; the input of its output map shows the heads apart.
 
     Attributes:
         name (str): Its name.
@@ -428,7 +420,7 @@ class FunctionsSeen(TorchFunctionMode):
         whole (bool): Whether the model itself runs, not only a part of it.
     """
 
-    def __init__(self, watch: Watch, whole: bool) -> None:
+    def __init__(self, watch: watching, whole: bool) -> None:
         super().__init__()
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
@@ -464,7 +456,7 @@ class FunctionsSeen(TorchFunctionMode):
         return (touched, *output[1:]) if several else touched
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
-        """Looks at a call and at what it gave; returns attention that it was."""
+        """Finds out whether a call was attention, and returns it then."""
         if isinstance(output, Tensor) and not output.numel():
             return None  # of no images
         if func is F.scaled_dot_product_attention:
@@ -528,27 +520,21 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def see_kernel(self, kernel: Any, args: Any, kwargs: Any, output: Any) -> Attention:
-        """Sees a function outside of PyTorch, whose output ``(B, …, Q, N_h, D_h)`` has the heads next to last."""
+        """Sees a function outside of PyTorch, whose output is ``(B, Q, N_h, D_h)``."""
         output = output[0] if isinstance(output, tuple) else output
         queries, keys = (first_of(self.places.of(own)) for own in flat((*args, *kwargs.values()))[:2])
         if queries is not None:
             self.places.numbers[output] = queries[..., None].expand(output.shape)
-        has_heads = output.ndim > 3
-        grid = ['q'] * (output.ndim - 2 - has_heads)
-        heads = ['heads'] * has_heads
-
-        def probs() -> Tensor:
-            scores, _ = kernel(*args, **kwargs)
-            return softmax(scores).squeeze(1) if not has_heads else softmax(scores)
-
-        def product(weights: Tensor) -> Tensor:
-            _, value = kernel(*args, **kwargs)
-            own = weights @ (value if has_heads else value.squeeze(1))
-            return (own.movedim(1, -2) if has_heads else own).reshape(output.shape)
-
-        by_heads = lambda own: own[..., 0].flatten(1)[:, None].expand(-1, output.shape[-2], -1) if has_heads else own  # noqa: E731
-        numbers = tuple(None if own is None else by_heads(own) for own in (queries, keys))
-        return self.begin(probs, product, ['images', *heads], ['images', *grid, *heads, 'd'], output, numbers)
+        heads = output.shape[2]  # keys can have fewer
+        numbers = tuple(None if own is None else own[..., 0][:, None].expand(-1, heads, -1) for own in (queries, keys))
+        return self.begin(
+            lambda: softmax(kernel(*args, **kwargs)[0]),
+            lambda weights: (weights @ kernel(*args, **kwargs)[1]).movedim(1, -2),
+            ['images', 'heads'],
+            ['images', 'q', 'heads', 'd'],
+            output,
+            numbers,
+        )
 
     def multiply(self, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees the product of weights with values; the weights come second where both are transposed."""
@@ -603,7 +589,7 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def before_dropout(self, weights: Tensor) -> Tensor:
-        """Returns weights as they were before dropout."""
+        """Returns the weights before dropout."""
         before = self.weights[weights]
         return weights if before is None else before
 
@@ -646,7 +632,7 @@ class FunctionsSeen(TorchFunctionMode):
         module, name = next(
             (own for own in reversed(self.watch.running) if not is_function(own[0])), self.watch.running[0]
         )
-        attention = Attention(self.numbered(name or ''), module, product, batch, labels, output, numbers)
+        attention = Attention(self.numbered(name or ''), module, product, batch, labels, output.shape, numbers)
         if self.watch.visit is not None and self.watch.wanted(attention.name):
             with full_precision(output.device.type):
                 attention.probs = attention.of_batch(at_least_float32(probs().detach()), 2)
@@ -691,7 +677,7 @@ class FunctionsSeen(TorchFunctionMode):
         return heads is not None
 
     def numbered(self, name: str) -> str:
-        """Returns the name of attention that runs once more in a module of this name."""
+        """Returns the name of the attention that runs next in a module: of the second one it ends with ``#2``."""
         self.counts[name] = count = self.counts.get(name, 0) + 1
         return name if count == 1 else f'{name}#{count}'
 
@@ -707,11 +693,6 @@ class FunctionsSeen(TorchFunctionMode):
         """Shows the attention of a module that has run, whose heads nothing has joined."""
         for attention in [own for own in self.open if own.owner is module]:
             self.show(attention)
-
-
-def in_backward() -> bool:
-    """Says whether a backward pass runs, where gradient checkpointing computes layers again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_function(module: nn.Module) -> bool:
@@ -733,12 +714,12 @@ def batch_axes(output: Tensor) -> List[str]:
 
 
 def are_one(keys: Optional[Tensor]) -> bool:
-    """Says whether several keys are of the same place."""
+    """Says whether there are several keys, all of the same place."""
     return keys is not None and keys.shape[-1] > 1 and bool(((keys == keys[..., :1]) & (keys > 0)).all())
 
 
 def replaced(values: Any, others: Dict[int, Tensor]) -> Any:
-    """Returns values, and lists of them, with others in the place of those of an id."""
+    """Replaces values, also in lists, by others that are given by their ids."""
     if isinstance(values, (list, tuple)) and not isinstance(values, torch.Size):
         return type(values)(replaced(own, others) for own in values)
     return others.get(id(values), values)
@@ -793,7 +774,7 @@ def probs_of_flex_attention(
 
 
 def softmax(scores: Tensor, masked: bool = True) -> Tensor:
-    """Returns softmax in the memory of the scores, which is 0 where a query sees no key, by a mask of −inf."""
+    """Computes the softmax in the memory of the scores; it is 0 where a mask of −inf hides all keys from a query."""
     sees_none = scores.amax(-1, keepdim=True) == -torch.inf if masked else None
     probs = torch.softmax(scores, -1, out=scores if type(scores) is Tensor else None)
     return probs if sees_none is None else probs.masked_fill_(sees_none, 0)

@@ -6,8 +6,6 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..attention.images import ImageAttention
-from ..attention.tokens import GridAttention
 from ..heads.found import Heads
 from ..heads.seen import AnyAttention, known_heads, watching_outputs
 
@@ -100,38 +98,3 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
     of_heads = [weight[..., layer.output_entries([head])] for head in heads]
     added = [own @ mean[head].to(own).view(len(own), -1, 1) for head, own in zip(heads, of_heads)]
     output.bias.add_(sum(added).flatten().to(output.bias))
-
-
-def takes_duplicates(layer: Heads) -> bool:
-    """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
-    return isinstance(layer.layer, (ImageAttention, GridAttention))
-
-
-@torch.no_grad()
-def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
-    """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
-
-    Raises:
-        ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> from attncnn_plugin.pruning import prunable_heads, prune_heads
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> for parameter in layer.encoding.parameters():
-        ...     parameter.data[2] = parameter.data[0]
-        >>> image = torch.randn(1, 5, 6, 8)
-        >>> expected = layer(image)
-        >>> merge_duplicate(prunable_heads(layer)[''], head=2, kept=0)
-        >>> change = prune_heads(layer, {'': [2]})
-        >>> torch.allclose(layer(image), expected, atol=1e-5)
-        True
-    """
-    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
-    if not takes_duplicates(layer):
-        raise ValueError(
-            f'the heads of layer have values of head_dim={len(columns)} channels, so that one head cannot take the '
-            'values of two: use fold_into_bias for the duplicate'
-        )
-    weight: Any = layer.output.weight
-    weight[:, of_kept] += weight[:, columns]

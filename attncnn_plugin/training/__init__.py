@@ -20,12 +20,11 @@ Examples:
     ('attn', 8)
 """
 
-from .head_pruning import JudgedHeads, PruneHeads
+from .head_pruning import PruneHeads
 from .loops import follow_with_optimizer
 from .two_phases import PhasedModule, TwoPhases, parts_in_phases
 
 __all__ = [
-    'JudgedHeads',
     'PhasedModule',
     'PruneHeads',
     'TwoPhases',

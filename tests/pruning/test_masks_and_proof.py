@@ -9,6 +9,7 @@ from helpers.vits import SIZE, output_map, output_of, small_vit
 from torch import nn
 
 from attncnn_plugin import AttentionRecorder, follow_state_dict
+from attncnn_plugin.attention import QuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.heads.sizes import RECORD, WAYS
 from attncnn_plugin.pruning import head_ablation, head_importance, masked_heads, prunable_heads, prune, prune_heads
@@ -331,15 +332,22 @@ def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
     assert {len(own) for own in head_importance(model, [inputs], loss).values()} == {2}
 
 
-def test_all_forms_of_a_failed_comparison(monkeypatch):
+class ScaledOwn(QuadraticAttention):
+    def forward(self, x):
+        return super().forward(x) * self.num_heads
+
+
+class Scaled(Folded):
+    def forward(self, x):
+        return super().forward(x) * self.heads
+
+
+@pytest.mark.parametrize('layer, inputs', [(Scaled(), TOKENS), (ScaledOwn(12, 3), TOKENS[:, None])])
+def test_a_failed_comparison(layer, inputs):
     """A model that computes something else with fewer heads is put back, and the error says by how much."""
-
-    class Scaled(Folded):
-        def forward(self, x):
-            return super().forward(x) * self.heads
-
-    model = nn.Sequential(Scaled()).double()
-    before, expected = everything(model), model(TOKENS)
-    with pytest.raises(TypeError, match='a Scaled cannot run with fewer, or computes something else .*differs by 0.'):
-        prune_heads(model, {'0': [1]}, TOKENS)
-    assert all(a is b for a, b in zip(everything(model)[0], before[0])) and torch.equal(model(TOKENS), expected)
+    model = nn.Sequential(layer).double()
+    before, expected = everything(model), model(inputs)
+    with pytest.raises(TypeError, match='a Scaled.* cannot run with fewer, or computes something else .*differs by 0.'):
+        prune_heads(model, {'0': [1]}, inputs)
+    assert all(a is b for a, b in zip(everything(model)[0], before[0])) and torch.equal(model(inputs), expected)
+    assert numbers(model) in ([], [3])
