@@ -1,4 +1,4 @@
-"""The shift operators S_δ of a convolution, (S_δ x)_q = x_{q+δ}, and which of them heads can express.
+"""The shift operators S_δ of a convolution, ``(S_δ x)_q = x_{q+δ}``, and which of them heads can express.
 
 Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ
 (Cordonnier et al. 2020, section 3 and Lemma 3). Where each S_δ is a combination Σ_h Φ_hδ P_h of the maps,
