@@ -19,8 +19,8 @@ from .shifts import at_shifts, over_axes, windows
 from .softmax import softmax, without_subnormals
 from .strides import is_exporting
 
-# Of so many pairs of a query and a key, or of one head, probabilities are computed at once. For 32×32 tokens all heads at
-# once take a third longer, and more memory; for 16×16 tokens one head at a time takes a tenth longer.
+# Of so many pairs of a query and a key, or of one head, probabilities are computed at once. For 32×32 tokens all heads
+# at once take a third longer, and more memory; for 16×16 tokens one head at a time takes a tenth longer.
 PAIRS_AT_ONCE = 2**20
 
 
