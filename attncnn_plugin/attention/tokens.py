@@ -11,8 +11,7 @@ from typing import Any, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from .attention_layer import check_plain_linear, head_products
-from .heads import HeadParameters, PrunableHeads
+from .attention_layer import AttentionLayer, HeadParameters, check_plain_linear, head_products
 from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, RelativeTables
 from .precision import at_least_float32, full_precision
 from .shifts import at_shifts, over_axes, windows
@@ -24,7 +23,7 @@ from .strides import is_exporting
 PAIRS_AT_ONCE = 2**20
 
 
-class GridAttention(PrunableHeads):
+class GridAttention(AttentionLayer):
     """Mixes tokens by the scores of a position encoding; the base of the layers below.
 
     The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D
