@@ -238,6 +238,7 @@ def test_convolutions_of_timm(kind, stride, groups, bias, content):
         (dict(alpha=1e9), 'alpha=1000000000.0 must be'),
         (dict(num_heads=5), 'num_heads=5 must be 9, the positions of the kernel: heads can be removed afterwards'),
         (dict(content='both'), r"content='both' is unknown: choose one of \(None, 'additive', 'gated'\)"),
+        (dict(position='table', content='gated'), "position='table' is for attention without content"),
         (dict(position='learned'), r"position='learned' is unknown: choose one of \('gaussian', 'table'\)"),
         (dict(window_size=3), "window_size=3 is for attention by content: add content='additive'"),
         (dict(qk_dim=3), 'qk_dim=3 is for attention by content'),

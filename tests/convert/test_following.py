@@ -29,7 +29,6 @@ KINDS = {
     'additive': dict(content='additive'),
     'gated': dict(content='gated', alpha=6.0),
     'windowed': dict(content='additive', window_size=5, qk_dim=3),
-    'content table': dict(content='gated', position='table'),
 }
 
 
@@ -113,7 +112,7 @@ def test_attention_of_a_state_dict_converts_kernels_too(kind):
         assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
 
 
-@pytest.mark.parametrize('kind', ['soft', 'table', 'gated', 'content table'])
+@pytest.mark.parametrize('kind', ['soft', 'table', 'gated'])
 def test_heads_that_were_removed(kind):
     theirs, x = attention(kind), images()
     prune_heads(theirs, {'stem': [0, 4]})
