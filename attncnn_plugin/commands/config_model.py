@@ -20,7 +20,7 @@ from timm.layers import to_2tuple
 from torch import Tensor
 
 from ..attention.state_dicts import without_prefix
-from ..mm.runner import HEAD_NUMBERS, training_loss
+from ..mm.runner import training_loss
 from ..mm.tools import one_line, read_config
 from ..pruning.importance import Loss
 from ..structure import follow_state_dict
@@ -66,7 +66,6 @@ class ConfigModel(LoadedModel):
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta, self.entries = loaded.get('meta', {}), set(state_dict)
-        self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
         backbone = self.config.model.get('backbone', {})
         channels = backbone.get('backbone', backbone).get('in_channels', 3)  # ConvToAttention has one inside
         built = getattr(self.model, 'backbone', self.model)
@@ -88,7 +87,7 @@ class ConfigModel(LoadedModel):
         return len(self.test_set)
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
-        """Returns an image by its number in the test set or by its file, and to look at.
+        """Returns an image, named by its number in the test set or by its file, as tensor and as picture.
 
         An image whose size is not the model's after the pipeline is scaled and cropped around its middle, and a line on
         the standard error stream says so.

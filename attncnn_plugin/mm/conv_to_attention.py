@@ -49,7 +49,7 @@ class ConvToAttention(Restructurable):
         self._replaced_by_loading |= bool(apply(self, plan(self, state_dict, prefix)).replaced)
 
     def init_weights(self) -> None:
-        """Initializes attention as what the convolutions of the backbone begin as."""
+        """Initializes attention to compute what the convolutions do that the backbone would have initialized."""
         if self.phase == 'conv':
             super().init_weights()  # type: ignore[misc]
             return

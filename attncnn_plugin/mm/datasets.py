@@ -12,7 +12,7 @@ from ..attention.window import check_choice
 
 @DATASETS.register_module('BalancedSubset')
 def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: int = 0) -> BaseDataset:
-    """Keeps ``num_images`` images of a dataset, as many of each class as of any other: ``type='BalancedSubset'``.
+    """Keeps ``num_images`` images of a dataset, equally many of each class: ``type='BalancedSubset'``.
 
     Where the number is not a multiple of that of classes, some classes have one image more. Of the same seed the images
     of a smaller number are among those of a larger one.

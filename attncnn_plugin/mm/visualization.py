@@ -88,10 +88,10 @@ class AttentionVisualizationHook(Hook):
         if record:
             add_scalars(runner, scalars, epochs)
         if draw:
-            from ..visualization import plot_attention_centers, plot_attention_probs
+            from ..visualization import plot_attention_centers, plot_heads
             from ..visualization.style import image_of
 
-            plots = dict(attention_centers=plot_attention_centers, attention_probs=plot_attention_probs)
+            plots = dict(attention_centers=plot_attention_centers, attention_probs=plot_heads)
             for name, plot in plots.items():
                 runner.visualizer.add_image(name, image_of(plot(maps, numbers=numbers)), step=epochs)
 
