@@ -196,21 +196,9 @@ def check_images(config: Config) -> None:
         raise ValueError(f'the images cannot be used: {reason}') from error
 
 
-def how_far(runs: List[Run], first: int, seconds: float) -> str:
-    """Returns how many epochs of trainings are done, of which ``first`` were before, how fast, and the time left."""
-    done, total = sum(run.epochs_done for run in runs), sum(run.epochs for run in runs)
-    line, rate = f'{done:,} of {total:,} epochs are done', (done - first) / seconds
-    return f'{line}, {60 * rate:.3g} a minute, {(total - done) / rate / 60:.0f} minutes left' if rate else line
-
-
 def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[str], None]) -> None:
-    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out.
-
-    Meanwhile a line says how far they are: each second in a terminal, in the same place, and each minute elsewhere.
-    """
+    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out."""
     working: Dict[Run, subprocess.Popen] = {}
-    all_runs, start, is_terminal = list(runs), time.monotonic(), sys.stdout.isatty()
-    first, shown, clear = sum(run.epochs_done for run in runs), start, '\r\033[K' if is_terminal else ''
     try:
         while True:
             ready = [run for run in runs if run.start is None or run.start.result is not None]
@@ -220,10 +208,6 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
             if not working:
                 return
             time.sleep(0.2)
-            now = time.monotonic()
-            if now - shown >= (1 if is_terminal else 60):
-                shown = now
-                print(f'{clear}{how_far(all_runs, first, now - start)}', end='' if is_terminal else '\n', flush=True)
             for run in [run for run, process in working.items() if process.poll() is not None]:
                 try:
                     if working.pop(run).returncode:
@@ -231,7 +215,7 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
                     sentence = run.collect(threads)
                 except Exception as error:  # whatever is wrong with it, the other trainings go on
                     sentence = f'failed ({one_line(error)}), see {run.folder / "output.txt"}'
-                tell(f'{clear}{run}: {sentence}')
+                tell(f'{run}: {sentence}')
     finally:
         for process in working.values():
             process.terminate()

@@ -505,29 +505,6 @@ def test_a_folder_in_use(tool, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('is_terminal', [True, False])
-def test_a_sign_of_life(is_terminal, monkeypatch, capsys):
-    """In a terminal one line that changes; elsewhere a line a minute, and this takes two seconds."""
-
-    class Training:
-        start, epochs, epochs_done = None, 20, 1
-
-        def begin(self, threads, lock):
-            self.epochs_done = 5
-            return subprocess.Popen(['sleep', '2'])
-
-        collect = __str__ = lambda self, threads=0: 'a run' if threads == 0 else 'fine'
-
-    assert reproduce.how_far([Training(), Training()], 0, 60) == '2 of 40 epochs are done, 2 a minute, 19 minutes left'
-    assert reproduce.how_far([Training()], 1, 60) == '1 of 20 epochs are done'
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: is_terminal)
-    reproduce.train([Training()], 1, 1, 0, print)
-    said = capsys.readouterr().out
-    assert ('\r\033[K5 of 20 epochs are done, ' in said) == is_terminal
-    assert said.endswith('\r\033[Ka run: fine\n' if is_terminal else 'a run: fine\n')
-
-
-@pytest.mark.slow
 def test_killed_twice(tmp_path):
     """The tool and its training, killed in the middle of epochs: the results are those of a run that was not."""
     variables = environment(tmp_path)
