@@ -20,7 +20,7 @@ EXTRAS: Dict[str, Tuple[str, str, str]] = {
         'attention at a shift',
         '.3f',
         'Attention at a shift is what heads that begin with one give it in the first block before training, the mean '
-        f'over the heads and {IMAGES} images. A row with less than half is void and not trained.',
+        f'over the heads and {IMAGES} images.',
     ),
     'corrupted': (
         'top-1 of corrupted images, %',
@@ -50,7 +50,7 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     missing = [f'- {run}' for run in runs if run.result is None]
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
-    if accuracies(results):
+    if results:
         picture = io.BytesIO()
         with settings():  # the same figure is the same file
             dot_plot(results).savefig(picture, format='svg', metadata=dict(Date=None))
@@ -100,10 +100,8 @@ def _cells(runs: Sequence[Run], extras: Sequence[str]) -> List[str]:
     results = [run.result for run in runs if run.result is not None]
     cells = [_mean_and_range([result[key] for result in results], ',.0f') for key in ('parameters', 'multiply_adds')]
     part = f', {len(results)} of {len(runs)} seeds' if 0 < len(results) < len(runs) else ''
-    trained = [result for result in results if result['top1'] is not None]
-    void = len(trained) < len(results)
-    cells.append('void' if void else _mean_and_range([result['top1'] for result in trained], '.1f') + part)
-    cells.append('' if void else _mean_and_range([result['seconds'] / 60 for result in trained], '.1f'))
+    cells.append(_mean_and_range([result['top1'] for result in results], '.1f') + part)
+    cells.append(_mean_and_range([result['seconds'] / 60 for result in results], '.1f'))
     cells.append(str(len(runs)))
     for key in extras:
         values = [np.mean(_numbers(result[key])) for result in results if key in result]
@@ -126,14 +124,13 @@ def accuracies(results: Sequence[dict]) -> Dict[str, List[float]]:
     """Returns the accuracies of the seeds by row."""
     found: Dict[str, List[float]] = {}
     for result in results:
-        if result['top1'] is not None:
-            found.setdefault(result['label'], []).append(result['top1'])
+        found.setdefault(result['label'], []).append(result['top1'])
     return found
 
 
 def dot_plot(results: Sequence[dict]) -> Figure:
     """Draws accuracies in per cent: a line for each row, a dot a seed, a bar at the mean."""
-    rows, numbers = accuracies(results), sorted({own['images'] for own in results if own['top1'] is not None})[::-1]
+    rows, numbers = accuracies(results), sorted({result['images'] for result in results})[::-1]
     figure = Figure(figsize=(0.075 * max(map(len, rows)) + 2.7, 0.23 * len(rows) + 0.75), layout='constrained')
     axes = figure.subplots()
     for line, seeds in enumerate(rows.values()):
