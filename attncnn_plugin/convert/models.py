@@ -234,13 +234,13 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
     convolutions = {name: module for name, module in modules if name and isinstance(module, _ConvNd)}
     patterns: List[Any] = [*layers] if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f'layers={shown(layers)} must be a name, a glob such as "layer4.*.conv*", or a list of these')
+        raise ValueError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", at least one')
     chosen = {pattern: [name for name in convolutions if fnmatchcase(name, pattern)] for pattern in patterns}
     for pattern, names in chosen.items():
         if not names:
             some = ', '.join([*convolutions][:6]) + (' …' if len(convolutions) > 6 else '')
             raise ValueError(
-                f'layers={pattern!r} matches none of the {len(convolutions)} convolutions in the '
+                f'layers={pattern!r} matches none of the convolutions in the model, a '
                 f"{type(model).__name__}: {some or 'conv_to_mhsa converts a bare one'}; a glob such as 'layer4.*' "
                 'stands for all that are inside'
             )

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import io
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,12 +73,32 @@ def test_a_cnn_takes_the_attention_of_a_state_dict(kind):
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('other', ['positions', 'windowed'])
-def test_attention_takes_another_kind(kind, other):
-    theirs, ours, x = attention(kind), attention(other, seed=1), images()
-    load(ours, theirs.state_dict())
-    assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
+@pytest.mark.parametrize(
+    'kernel_size, settings, message',
+    [
+        (3, dict(position='table'), 'position=table in the state dict, but position=gaussian in'),
+        (3, dict(content='additive', qk_dim=3), 'content=additive, .*qk_dim=3 in the state dict, but content=None, '),
+        (5, {}, 'num_heads=9 in the state dict, but num_heads=25 in the model: build it alike'),
+    ],
+)
+def test_attention_of_another_kind_is_refused(kernel_size, settings, message):
+    """Fewer heads are those of a smaller kernel, or were removed. A convolution takes any kind."""
+    theirs, ours = (nn.Sequential(nn.Conv2d(3, 4, n, padding=1)) for n in (3, kernel_size))
+    convs_to_attention(theirs, '0', **settings)
+    convs_to_attention(ours, '0')
+    before = copy.deepcopy(ours.state_dict())
+    for refused, state in (
+        (ours[0].load_state_dict, theirs[0].state_dict()),
+        (partial(follow_state_dict, ours), theirs.state_dict()),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            refused(state)
+        assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    attention_to_convs(ours)
+    if kernel_size == 3:
+        load(ours, theirs.state_dict())
+        x = torch.randn(1, 3, 6, 7)
+        assert torch.equal(ours(x), theirs(x))
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -106,18 +127,18 @@ def test_attention_of_a_state_dict_converts_kernels_too(kind):
     file.seek(0)
     state = torch.load(file, weights_only=True)
     theirs.load_state_dict(cnn.state_dict())
-    for ours in (small_cnn(seed=2), attention('positions' if kind == 'windowed' else 'windowed')):
-        load(ours, dict(state))
-        ours.load_state_dict(cnn.state_dict())
-        assert kinds(ours) == kinds(theirs)
-        assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
+    ours = small_cnn(seed=2)
+    load(ours, dict(state))
+    ours.load_state_dict(cnn.state_dict())
+    assert kinds(ours) == kinds(theirs)
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
 
 
 @pytest.mark.parametrize('kind', ['soft', 'table', 'gated', 'content table'])
 def test_heads_that_were_removed(kind):
     theirs, x = attention(kind), images()
     theirs.stem.prune_heads([0, 4])
-    for ours in (small_cnn(seed=1), attention(kind, seed=1), attention('positions', seed=1)):
+    for ours in (small_cnn(seed=1), attention(kind, seed=1)):
         load(ours, theirs.state_dict())
         assert torch.equal(ours(x), theirs(x)) and ours.stem.num_heads == 7
     theirs.load_state_dict(small_cnn().state_dict())  # all heads again
