@@ -180,7 +180,7 @@ class _Undo(Exception):
 
 @contextmanager
 def undone(models: Iterable[nn.Module], values: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Puts models back as they were at the end, too: for what is only tried out, see :func:`all_or_nothing`."""
+    """Tries something out: puts models back as they were at the end, as :func:`all_or_nothing` does after an error."""
     with suppress(_Undo), all_or_nothing(models, values=values):
         yield
         raise _Undo
