@@ -1,4 +1,4 @@
-"""Self-attention as convolution, for mmpretrain and timm.
+"""Self-attention as convolution, for models of timm, Hugging Face, torchvision and mmpretrain.
 
 Cordonnier et al. 2020 (C20), "On the Relationship between Self-Attention and Convolutional Layers", and Li et al. 2021
 (L21), "Can Vision Transformers Perform Convolution?".
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Imports a folder when it is asked for: figures need matplotlib, for instance."""
+    """Imports a subpackage when it is first used: figures need matplotlib, for instance."""
     if name in ON_DEMAND:
         return importlib.import_module(f'.{name}', __name__)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -144,7 +144,7 @@ def _parts(own: Any) -> List[Tuple[str, Any]]:
 
 @contextmanager
 def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Puts models and optimizers back as they were where something fails inside.
+    """Puts models and optimizers back as they were if the code inside fails.
 
     Args:
         models (Iterable[nn.Module]): Those that may get other parameters, modules and attributes.
@@ -175,12 +175,12 @@ def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: It
 
 
 class _Undo(Exception):
-    """Has what was changed put back."""
+    """Puts back what was changed."""
 
 
 @contextmanager
 def undone(models: Iterable[nn.Module], values: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Tries something out: puts models back as they were at the end, as :func:`all_or_nothing` does after an error."""
+    """Puts models back as they were in any case, for what is only tried out; see :func:`all_or_nothing`."""
     with suppress(_Undo), all_or_nothing(models, values=values):
         yield
         raise _Undo

@@ -18,7 +18,7 @@ from . import weights
 
 
 def register_safe_globals() -> None:
-    """Adds what the logs in mmengine's checkpoints are made of to PyTorch's list of safe names, if there is mmengine.
+    """Adds the types in the logs of mmengine's checkpoints to PyTorch's list of safe ones, if mmengine is installed.
 
     These are ``HistoryBuffer`` objects, of arrays of numbers and references to methods of their own class, and numpy
     scalars. Anything else that is not a tensor or plain data stays refused.

@@ -26,7 +26,7 @@ from PIL import Image
 from attncnn_plugin import visualization
 from attncnn_plugin.analysis import MeanAttention, mean_attention
 from attncnn_plugin.transformers import init_as_convolution
-from attncnn_plugin.visualization import plot_attention, plot_attention_centers, plot_attention_probs, plot_heads, style
+from attncnn_plugin.visualization import plot_attention, plot_attention_centers, plot_heads, style
 from attncnn_plugin.weights import example_images
 
 DOCS = Path(__file__).parent
@@ -242,15 +242,14 @@ PICTURES = {
     'images/worth_vit_init': lambda: worth('starts'),
     'images/worth_two_phases': lambda: worth('two-phases'),
     'images/worth_cnn_to_attention': lambda: worth('T-CNN'),
-    'images/all_heads': lambda: plot_heads(timm.create_model('sa_quadratic_small', True), torch.zeros(1, 3, 32, 32)),
-    'gallery/quadratic/probabilities': lambda: plot_attention_probs(maps_of('quadratic')),
+    'gallery/quadratic/probabilities': lambda: plot_heads(maps_of('quadratic')),
     'gallery/quadratic/centers': lambda: plot_attention_centers(maps_of('quadratic')),
-    'gallery/generalized/probabilities': lambda: plot_attention_probs(maps_of('generalized'), zoom=None),
-    'gallery/learned/probabilities': lambda: plot_attention_probs(maps_of('learned'), zoom=None),
+    'gallery/generalized/probabilities': lambda: plot_heads(maps_of('generalized')),
+    'gallery/learned/probabilities': lambda: plot_heads(maps_of('learned')),
     'gallery/content/image': content,
-    'gallery/content/mean': lambda: plot_attention_probs(maps_of('content', *EXAMPLES), zoom=None),
+    'gallery/content/mean': lambda: plot_heads(maps_of('content', *EXAMPLES)),
     'gallery/transition/image': left_the_kernel,
-    'gallery/transition/mean': lambda: plot_attention_probs(maps_of('transition', *EXAMPLES), zoom=None),
+    'gallery/transition/mean': lambda: plot_heads(maps_of('transition', *EXAMPLES)),
     **{f'gallery/{page}/thumbnail': partial(thumbnail, page) for page in PAGES},
 }
 

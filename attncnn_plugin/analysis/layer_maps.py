@@ -32,7 +32,7 @@ Grid = Tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class MeanAttention:
-    """The attention probabilities of a layer's heads, mean over images or position-only.
+    """The attention probabilities of a layer's heads: their mean over images, or those that depend on position only.
 
     Attributes:
         probs (Tensor): P, ``(N_h, Q, H*W)`` for Q queries, row-major, float32, on the CPU. Rows add up to 1 or, with a
@@ -258,16 +258,16 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
 
 
 def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
-    """Returns images, or a mapping of tensors of them, in batches of a number."""
+    """Splits images, or each tensor of a mapping, into batches of so many images."""
     if not isinstance(images, Mapping):
         return images.split(number)
     return [dict(zip(images, parts)) for parts in zip(*(own.split(number) for own in images.values()))]
 
 
 def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
-    """Returns inputs of a layer in parts of a few images, whose scores take 64 MiB at most, or of one image."""
+    """Splits inputs of a layer into parts whose scores take 64 MiB at most, or into single images."""
     keys = math.prod(layer.grid_of(x))
-    return x.split(max(1, CHUNK_ELEMENTS // (max(layer.num_heads, 1) * keys**2)))
+    return x.split(max(1, CHUNK_ELEMENTS // (layer.num_heads * keys**2)))
 
 
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
@@ -276,7 +276,7 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 
 
 def warn_of(model: nn.Module, others: Mapping[str, Sequence[int]]) -> None:
-    """Warns of attention that is left out, of these shapes."""
+    """Warns that attention of these shapes is left out."""
     if others:
         shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
         warnings.warn(

@@ -153,7 +153,7 @@ def observe(
     call: Call = None,
     visit_own: Optional[VisitOwn] = None,
 ) -> Optional[float]:
-    """Runs a model in evaluation mode, and has all of its attention visited as it runs.
+    """Runs a model in evaluation mode, and calls ``visit`` for all of its attention.
 
     Args:
         model (nn.Module): The model.
@@ -201,7 +201,7 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
 
 
 def beside_the_grid(probs: Tensor, places: Places) -> Dict[float, Tensor]:
-    """Returns what tokens beside the grid give to all, ``(B, N_h, K)``, by their numbers."""
+    """Returns the probabilities of queries beside the grid, such as class tokens, ``(B, N_h, K)``, by their numbers."""
     numbers = [] if places.queries is None else places.queries[0].tolist()
     return {number: probs[:, :, index].clone() for index, number in enumerate(numbers) if number < 0}
 
@@ -219,7 +219,7 @@ def token_read(functions: FunctionsSeen, output: Any) -> Optional[float]:
 
 
 def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> ValueError:
-    """Returns the refusal of a model without attention that is seen, or with none but ``others``, of these shapes."""
+    """Returns the error for a model in which no attention is seen, or only ``others``, of these shapes."""
     if others:
         shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
         return ValueError(
@@ -237,7 +237,7 @@ def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.M
 
 
 def reduced(reduce: Any, probs: Tensor) -> Tensor:
-    """Returns what ``reduce`` makes of probabilities, no larger in memory than it is."""
+    """Applies ``reduce`` to probabilities; the result keeps no larger tensor in memory."""
     own = probs if reduce is None else reduce(probs)
     if not isinstance(own, Tensor):
         raise TypeError(f'reduce={shown(reduce)} gives a {type(own).__name__}, but a tensor is needed')
@@ -289,8 +289,7 @@ def rollout(
     rolled = Rollout()
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
-        rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
+        rolled.add(name, probs.mean(1) / 2, 0.5, places)
 
     if target is None:
         token = observe(model, inputs, visit, call=call)

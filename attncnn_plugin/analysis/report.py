@@ -20,7 +20,6 @@ from ..heads.choice import Layers
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import MeanAttention, maps_of_layers
 from .nearest_convolution import (
-    EXACT,
     NearestConvolution,
     error_text,
     nearest_convolutions,
@@ -33,8 +32,8 @@ from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_
 HARD = 0.9  # share of its nearest shift from which a head is hard
 NEARLY = 0.01  # difference of errors up to which the smaller kernel is the better one
 UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
-COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
-MODEL_COLUMNS = ['layer', 'attention', 'heads', 'degenerate', '3x3', '5x5', 'random 3x3', 'nearest']
+COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', 'nearest shift', 'kind']
+MODEL_COLUMNS = ['layer', 'attention', 'heads', '3x3', '5x5', 'random 3x3', 'nearest']
 
 
 def head_report(
@@ -222,36 +221,16 @@ class HeadStatistics:
     mass_5x5: float
     prefix_mass: Optional[float] = None
 
-    @property
-    def width_text(self) -> str:
-        """The standard deviation in tokens.
-
-        A head that is not round, to 1e-6, has one along each principal axis, and the angle of the longer axis: 0° is
-        down, 90° to the right.
-        """
-        if self.covariance is None:
-            return 'inf'
-        (a, b), (_, d) = self.covariance
-        middle, radius = (a + d) / 2, math.hypot((a - d) / 2, b)
-        major, minor = (math.sqrt(max(value, 0.0)) for value in (middle + radius, middle - radius))
-        if major < EXACT:
-            return '0'
-        if radius <= EXACT * middle:
-            return f'{major:.3g}'
-        angle = round(math.degrees(math.atan2(2 * b, a - d)) / 2) % 180
-        return f'{major:.3g} x {minor:.3g} at {angle}°'
-
     def row(self) -> List[str]:
         """Returns the cells of the table."""
-        center = '-' if self.center is None else '({:.2f}, {:.2f})'.format(*(round(v, 2) + 0.0 for v in self.center))
-        cells = [str(self.head), center, self.width_text, f'{self.entropy:.2f} ({self.relative_entropy:.0%})']
-        cells += [f'{self.mass_3x3:.3f}', f'{self.mass_5x5:.3f}']
-        cells += [str(self.nearest_shift), f'{self.share:.3f}', self.kind]
-        if self.prefix_mass is not None:
-            cells.append(f'{self.prefix_mass:.3f}')
-        if self.degenerate is not None:
-            cells.append(f'{self.criterion}: {self.why}' if self.degenerate else 'no')
-        return cells
+        center, spread = self.center, None
+        if self.covariance is not None:
+            spread = [math.sqrt(max(own[axis], 0.0)) for axis, own in enumerate(self.covariance)]
+        cells = [str(self.head)]
+        for pair in (center, spread):
+            cells.append('-' if pair is None else '({:.3g}, {:.3g})'.format(*(round(own, 2) + 0.0 for own in pair)))
+        cells += [f'{self.relative_entropy:.0%}', f'{self.mass_3x3:.0%}', f'{self.nearest_shift} {self.share:.0%}']
+        return [*cells, self.kind] + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.0%}'])
 
 
 @dataclass(frozen=True)
@@ -303,6 +282,11 @@ class LayerReport:
         return {**asdict(self), 'summary': self.summary, 'best': best}
 
     def __str__(self) -> str:
+        return '\n'.join([self.sentences, self.table] if self.heads else [self.sentences])
+
+    @property
+    def sentences(self) -> str:
+        """What the layer is, what convolutions it is near, and its degenerate heads, in lines of 80 characters."""
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
         part += [f'{size_text(self.grid)} tokens', f'{self.num_heads} heads']
@@ -311,17 +295,21 @@ class LayerReport:
             best = ' (nearest)' if entry is self.best and len(self.convolutions) > 1 else ''
             lines.append(f'  {entry}, {error_text(entry.interior_error)} inside{best}')
         lines += [f'  {kernel}' for kernel in self.spanned]
-        if self.heads:
-            extra = [] if self.heads[0].prefix_mass is None else ['no patch']
-            extra += [] if self.heads[0].degenerate is None else ['degenerate']
-            rows = [COLUMNS + extra] + [head.row() for head in self.heads]
-            lines.append(textwrap.indent(table(rows), '  '))
-        return '\n'.join(lines)
+        lines += [f'  head {own.head} is degenerate, {own.criterion}: {own.why}' for own in self.heads if own.why]
+        return '\n'.join(textwrap.fill(line, 80, subsequent_indent='    ') for line in lines)
+
+    @property
+    def table(self) -> str:
+        """A row for each head."""
+        extra = [] if self.heads[0].prefix_mass is None else ['other']
+        return table([COLUMNS + extra, *(head.row() for head in self.heads)])
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """The reports of the layers of a model; as a string, one after the other, then a table with a line for each.
+    """The reports of the layers of a model; as a string, one after the other, then a table with a row for each.
+
+    As a string, heads that look like those of a layer before are not repeated.
 
     Attributes:
         layers (tuple[LayerReport, ...]): In the order of the blocks. A layer can have one by position and one of its
@@ -343,13 +331,14 @@ class HeadReport:
         return {**origin, 'layers': [report.to_dict() for report in self.layers]}
 
     def __str__(self) -> str:
-        rows = [MODEL_COLUMNS]
+        rows, texts, first = [MODEL_COLUMNS], [], {}
         for report in self.layers:
             heads = report.heads
-            degenerate = [head.degenerate for head in heads if head.degenerate is not None]
-            counts = [str(len(heads)), str(sum(degenerate)) if degenerate else '-']
             masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
-            means = [f'{mass / len(heads):.3f}' for mass in masses] or ['-', '-']
+            means = [f'{mass / len(heads):.0%}' for mass in masses] or ['-', '-']
             span = f'{report.spanned[0].error:.1%}' if report.spanned else '-'
-            rows.append([report.name, report.attention, *counts, *means, span, report.summary])
-        return '\n\n'.join([*map(str, self.layers), table(rows)])
+            nearest = report.summary.replace(' convolution', '').replace(', error', ':')
+            rows.append([report.name, report.attention, str(len(heads)), *means, span, nearest])
+            alike = first.setdefault(report.table, report) if heads else report
+            texts.append(str(report) if alike is report else f'{report.sentences}\n  heads as those of {alike.name}')
+        return '\n\n'.join([*texts, table(rows)])

@@ -90,7 +90,7 @@ class ShiftMaps:
         return sums
 
     def counts(self, chosen: Axes) -> Tensor:
-        """Returns how many of the chosen queries each shift stays in the grid from, as :meth:`sums`, without heads."""
+        """Counts the chosen queries from which each shift stays in the grid: as :meth:`sums`, without heads."""
         sizes, pixels = self.size, [own[some] for own, some in zip(self.queries, chosen)]
         keys = [own + torch.arange(1 - n, n, device='cpu')[:, None] for n, own in zip(sizes, pixels)]
         rows, columns = (((own >= 0) & (own < n)).sum(1) for n, own in zip(sizes, keys))
@@ -156,7 +156,7 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
 
 
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """Returns the shift δ to which each head gives most, and its share, see :func:`shift_shares`.
+    """Returns the shift δ that gets most attention of each head, and its share, see :func:`shift_shares`.
 
     A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid for a q + δ outside. So
     all shifts are compared over the same queries. (A mean over the queries from which a shift stays in the grid would
@@ -183,23 +183,19 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
     return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
 
 
-def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
+def head_centers(maps: MeanAttention) -> Tuple[Tensor, Tensor]:
     """Returns the centre of each head of a layer and its width, the standard deviation along an axis, √(tr Σ/2).
 
     For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
-    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query attends to.
+    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query in the middle of the
+    grid attends to; in windows, where a single query would show its place in its window, the mean over queries.
 
     Args:
         maps (MeanAttention): The layer's, from :func:`~attncnn_plugin.analysis.mean_attention`.
-        query (Sequence[int], optional): Row and column of the query. Defaults to the middle of the grid; in windows,
-            where a single query would show its place in its window, to the mean over queries.
 
     Returns:
         tuple[Tensor, Tensor]: Centres ``(N_h, 2)`` in tokens, (row, column), and widths ``(N_h,)``, 1000 at most,
-        float64; not a number for a query that gives nothing to the grid.
-
-    Raises:
-        ValueError: The query is outside of the grid.
+        float64; not a number for a head that gives nothing to the grid.
 
     Examples:
         >>> from attncnn_plugin.analysis import mean_attention
@@ -214,7 +210,7 @@ def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> 
         center, factor = maps.gaussian
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
         return center, variance.mean(-1).sqrt()
-    center, covariance = moments(*keys_of_query(maps, query))
+    center, covariance = moments(*keys_of_query(maps))
     return center, covariance.diagonal(dim1=1, dim2=2).mean(1).sqrt()
 
 

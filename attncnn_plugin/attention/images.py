@@ -32,7 +32,7 @@ SCORES_AT_ONCE = 2**19
 
 
 class ImageAttention(PrunableHeads):
-    """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
+    """Base class of attention with the inputs and outputs of a convolution.
 
     Keys are the pixels of the padded image, queries those that the stride keeps. A head sums up pixels by its
     probabilities, and one linear layer, W^V W^O of all heads, maps the sums to the output (C20, eq. 1 and 4). The extra
@@ -115,11 +115,7 @@ class ImageAttention(PrunableHeads):
         if input.ndim == ndim + 1:
             return self.forward(input[None])[0]
         x = with_regular_gradient(input)
-        if self.num_heads > 0:
-            output = self._outputs(x)
-        else:  # with a gradient
-            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)
-            output = self._output_images(no_heads, self._sizes(x))
+        output = self._outputs(x)
         # As a convolution: channels last if its weight is, or its input and the padding keeps that.
         kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
         of_input = is_channels_last(input) and self.window.padding_mode in kept
@@ -148,8 +144,6 @@ class ImageAttention(PrunableHeads):
     def position_probs(self, size: Sequence[int]) -> Tensor:
         """Returns :meth:`AttentionLayer.position_probs`; those of zeros around the image are left out."""
         pixels = at_least_float32(self.value.weight.new_ones(math.prod(size)).diag()).reshape(-1, 1, *size)
-        if self.num_heads == 0:
-            return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
         with full_precision(pixels.device.type):
             heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))

@@ -45,7 +45,7 @@ class AxisTiles:
 
     @property
     def scores(self) -> int:
-        """Scores of all queries, those that fill up the last tile too, with the keys of their tiles."""
+        """Number of scores: of all queries, and those that fill up the last tile, with the keys of their tiles."""
         return self.number * self.length * self.keys
 
     def shifts(self, device: Device = None) -> Tensor:

@@ -17,15 +17,16 @@ EXTRA_STATE = '_extra_state'  # PyTorch's name of what get_extra_state() returns
 
 
 class StructureError(ValueError, RuntimeError):
-    """A state dict that fits no structure of a module; a RuntimeError too, as PyTorch raises for a wrong shape."""
+    """Raised for a state dict that fits no structure of a module; a RuntimeError, as PyTorch raises for shapes."""
 
 
-def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
-    """Returns the error for a state dict with more heads than the layer was built with."""
-    return StructureError(
-        f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it with '
-        'as many'
-    )
+def check_number(prefix: str, loaded: int, built: int) -> None:
+    """Raises :class:`StructureError` for a number of heads in a state dict that the layer cannot have."""
+    if not 1 <= loaded <= built:
+        raise StructureError(
+            f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it '
+            'with as many'
+        )
 
 
 class Restructurable(nn.Module):
@@ -53,7 +54,7 @@ class Restructurable(nn.Module):
         """
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
-        """Converts the entries of a state dict to the structure of the module, in place, or layers inside to theirs.
+        """Converts the entries of a state dict, in place, to the module's structure, or layers inside to theirs.
 
         Raises:
             StructureError: They cannot be converted.
@@ -72,7 +73,7 @@ class Restructurable(nn.Module):
         return super().train(mode)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict, as of any module; where it is refused, nothing has changed."""
+        """Loads a state dict as any module does, but changes nothing if it is refused."""
         with undone([self]):
             try_loading(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)

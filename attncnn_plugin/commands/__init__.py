@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 VERBS = {
     'maps': 'Writes the attention of every layer to images, query by query, to a file of NumPy.',
@@ -30,17 +30,12 @@ EXAMPLES = {
     'start': '--timm vit_tiny_patch16_224 --model-kwargs num_classes=10 --out start.pth',
 }
 FIGURES = {
-    'attention': 'where the class token looks, in each head of the last layer and through all layers',
-    'heads': 'what every head attends to from the middle of the grid, mean over images',
-    'centers': 'the centres of the heads with their 50%% and 90%% contours, a panel for each layer',
-    'probabilities': 'the probabilities around a query, layers by heads',
-    'content': 'attention by content from a query to the whole grid; over the image, if it is one',
-    'distance': 'how far the heads of each layer look: of one model or several, --runs',
-    'movement': 'the centres over a training with AttentionVisualizationHook, one of --runs',
-    'accuracy': 'the accuracy of trainings, --runs',
-    'loss': 'their validation loss, --runs',
+    'attention': 'where the class token of each image, or its --query, looks: each head, on the photo',
+    'heads': 'what every head of all layers attends to from the --query, mean over images',
+    'centers': 'the centre of each head, a panel for each layer; with 50%% and 90%% contours of Gaussian heads',
+    'distance': 'how far the heads of each layer look',
+    'movement': 'the centres over a training with AttentionVisualizationHook, --run FOLDER and no model',
 }
-OF_RUNS = 'distance', 'movement', 'accuracy', 'loss'
 CRITERIA = 'importance', 'ablation', 'degenerate', 'random'
 METHODS, SHIFTS = ('gaussian', 'impulse', 'mimetic'), ('ordered', 'random')
 PICTURES = '.png', '.svg', '.pdf'
@@ -69,12 +64,6 @@ def share(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f'{text} must be a share between 0 and 1, such as 30%')
     return value
-
-
-def offset(text: str) -> Tuple[str, float]:
-    """Returns ``label=300`` as a label and an epoch."""
-    label, _, epoch = text.rpartition('=')
-    return label, float(epoch)
 
 
 def named_heads(text: str) -> Dict[Any, List[int]]:
@@ -127,7 +116,6 @@ def _add_model(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
     add = parser.add_argument
-    which = parser.add_mutually_exclusive_group()
     if verb not in ('convert', 'start'):
         number = 64 if verb in ('rank', 'prune') else 100
         what = 'files or folders of images; with --mm also numbers in its test set, which is the default'
@@ -136,14 +124,12 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
                 'a folder with a subfolder for each class of the model, by name in the order of its classes; or images '
                 "without, the model's own predictions being right then; of --mm the default is its training set"
             )
-        which.add_argument('--images', nargs='+', metavar='PATH', help=what)
+        add('--images', nargs='+', metavar='PATH', help=what)
         add('--num-images', type=natural, default=number, help=f'so many, evenly spread (default: {number})')
-    if verb in ('report', 'plot'):
-        what = 'grid in tokens, for attention by position alone'
-        which.add_argument('--size', nargs=2, type=natural, metavar=('HEIGHT', 'WIDTH'), help=what)
-    if verb in ('maps', 'rank', 'prune', 'convert'):
-        default = None if verb == 'convert' else '*'
-        what = 'convolutions of a CNN to convert' if default is None else 'names of the layers (default: all)'
+    if verb in ('maps', 'report', 'plot', 'rank', 'prune', 'convert'):
+        default = None if verb in ('plot', 'convert') else '*'
+        default_of = 'all; of --figure attention the last one' if verb == 'plot' else 'all'
+        what = 'convolutions of a CNN' if verb == 'convert' else f'names of the layers (default: {default_of})'
         add('--layers', metavar='GLOB', default=default, help=what)
     if verb == 'report':
         add('--json', metavar='FILE', dest='out', help='write all numbers to this file, too')
@@ -157,14 +143,8 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         figures = '; '.join(f'{name}: {text}' for name, text in FIGURES.items())
         add('--figure', choices=FIGURES, metavar='FIGURE', required=True, help=figures)
         add('--query', nargs=2, type=int, metavar=('ROW', 'COLUMN'), help='in tokens, from 0 (default: the middle)')
-        add('--zoom', type=int, default=7, help='tokens around the query, for probabilities; 0: all (default: 7)')
-        what = 'folders of trainings; of --figure distance, files of attncnn report --json'
-        add('--runs', nargs='+', metavar='[LABEL=]PATH', help=what)
-        what = 'where the curves of trainings that go on from another begin (default: 0)'
-        add('--offsets', nargs='+', type=offset, default=[], metavar='LABEL=EPOCH', help=what)
-        add('--metric', help='another metric of the logs (default: accuracy/top1 and cross_entropy/mean)')
+        add('--run', metavar='FOLDER', help='of --figure movement: the folder of the training')
     if verb == 'explore':
-        add('--about', default='', help='a line on the network for the page, such as its accuracy')
         add('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')
     if verb == 'prune':
         add('--heads', type=named_heads, help="those that go, by the block or the layer: '{0: [1, 3]}'")
@@ -193,14 +173,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     suffixes = {'maps': ('.npz',), 'rank': PICTURES, 'plot': PICTURES}.get(args.verb)
     if args.verb == 'plot':
         args.out = args.out or f'{args.figure}.png'
-        of_runs, figure = args.figure in OF_RUNS, f'--figure {args.figure} is of'
-        problems[f'{figure} a model: give --timm NAME, --hf FOLDER or --mm CONFIG CHECKPOINT'] = (
-            not of_runs and not model
-        )
-        problems[f'{figure} trainings or reports: give --runs PATH and no model'] = of_runs and (not args.runs or model)
-        problems[f'{figure} one training: give one --runs'] = args.figure == 'movement' and len(args.runs or '1') > 1
-        no_query = args.figure in ('attention', 'heads') and (args.query or args.size)
-        problems['--query and --size are for --figure centers, probabilities and content'] = no_query
+        of_run, figure = args.figure == 'movement', f'--figure {args.figure} is of'
+        problems[f'{figure} a model: give --timm NAME, --hf FOLDER or --mm CONFIG CHECKPOINT'] = not (of_run or model)
+        problems[f'{figure} a training: give --run FOLDER and no model'] = of_run and (not args.run or model)
+        of_query = args.figure in ('attention', 'heads')
+        problems['--query is for --figure attention and heads'] = args.query and not of_query
     elif args.verb == 'explore':
         problems[f'--max-size {args.max_size} must be above 0'] = args.max_size <= 0
     elif args.verb == 'prune':

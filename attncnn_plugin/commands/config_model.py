@@ -20,7 +20,7 @@ from timm.layers import to_2tuple
 from torch import Tensor
 
 from ..attention.state_dicts import without_prefix
-from ..mm.runner import HEAD_NUMBERS, training_loss
+from ..mm.runner import training_loss
 from ..mm.tools import one_line, read_config
 from ..pruning.importance import Loss
 from ..structure import follow_state_dict
@@ -66,7 +66,6 @@ class ConfigModel(LoadedModel):
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta, self.entries = loaded.get('meta', {}), set(state_dict)
-        self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
         backbone = self.config.model.get('backbone', {})
         channels = backbone.get('backbone', backbone).get('in_channels', 3)  # ConvToAttention has one inside
         built = getattr(self.model, 'backbone', self.model)
@@ -88,7 +87,7 @@ class ConfigModel(LoadedModel):
         return len(self.test_set)
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
-        """Returns an image by its number in the test set or by its file, and to look at.
+        """Returns an image, named by its number in the test set or by its file, as tensor and as picture.
 
         An image whose size is not the model's after the pipeline is scaled and cropped around its middle, and a line on
         the standard error stream says so.
@@ -109,11 +108,10 @@ class ConfigModel(LoadedModel):
             raise ValueError(f'{self.name} has no train_dataloader: give --images FOLDER')
         settings = {**self.config.train_dataloader, 'batch_size': min(number, BATCH_SIZE)}
         loader = Runner.build_dataloader(settings, seed=0)
-        return (
-            [batch for batch, _ in zip(loader, range(-(-number // BATCH_SIZE)))],
-            training_loss,
-            'its training labels say',
-        )
+        batches = [batch for batch, _ in zip(loader, range(-(-number // BATCH_SIZE)))]
+        if isinstance(self.model, ImageClassifier) and 'gt_score' not in batches[0]['data_samples'][0]:
+            self.model.head.cal_acc = True  # its loss comes with the accuracy
+        return batches, training_loss, 'its training labels say'
 
     def _read_file(self, path: str) -> Tensor:
         loader, rest = self._pipeline

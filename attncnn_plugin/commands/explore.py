@@ -5,22 +5,23 @@ from pathlib import Path
 from typing import List
 
 from ..explorer import explorer_page
-from .model import load, stacked
+from .model import load, progress, stacked
 
 
 def run(args: Namespace) -> List[str]:
     """Writes the page."""
     loaded = load(args)
     images = loaded.images(args.images, args.num_images)
-    page = explorer_page(
-        loaded.model,
-        stacked(images),
-        [image.pixels for image in images],
-        [image.name for image in images],
-        title=f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}',
-        about=args.about,
-        max_bytes=int(args.max_size * 1e6),
-    )
+    with progress(lambda model, inputs: model(inputs), len(images), 'maps') as call:
+        page = explorer_page(
+            loaded.model,
+            stacked(images),
+            [image.pixels for image in images],
+            [image.name for image in images],
+            title=f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}',
+            max_bytes=int(args.max_size * 1e6),
+            call=call,
+        )
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding='utf-8')

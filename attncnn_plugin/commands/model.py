@@ -51,8 +51,6 @@ class LoadedModel:
         model (nn.Module): The model.
         shape (tuple[int, int, int] | None): Channels, height and width of an image; None where it does not say.
         meta (dict): What an mmengine checkpoint says of its training.
-        head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
-            an ``AttentionVisualizationHook`` followed them.
         num_tests (int): Number of images of its own tests.
     """
 
@@ -63,11 +61,10 @@ class LoadedModel:
     mean: Sequence[float]
     std: Sequence[float]
     meta: Dict[str, Any] = {}
-    head_numbers: Optional[Dict[str, List[int]]] = None
     num_tests = 0
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
-        """Returns a file as the model takes it, and to look at."""
+        """Returns an image file as the tensor that the model takes, and as a picture to look at."""
         if path.isdecimal() and not Path(path).exists():
             raise ValueError(f'image {path} must be a file: {self.name} has no test set')
         try:
@@ -98,28 +95,26 @@ class LoadedModel:
         number = min(number, len(found))
         chosen = [found[i * len(found) // number] for i in range(number)]
         is_one = paths is not None and len(paths) == 1
-        shown = tqdm(chosen, 'images', disable=None, leave=False)
-        return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in shown]
+        read = bar_of(chosen, 'images')
+        return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in read]
 
     def inputs(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
         """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
         return stacked(self.images(paths, number))
 
-    def of_position(self, args: Namespace) -> Dict[str, Any]:
-        """Returns the arguments of a report, or of mean maps: a size, or images; any one for attention by position."""
+    def inputs_for_means(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
+        """Returns the tensors of :meth:`images`; of any one if none are given and all attention is by position."""
         layers = attention_layers(self.model).values()
-        if args.size:
-            return dict(size=args.size)
-        if args.images is None and self.shape and layers and not any(own.depends_on_content for own in layers):
-            return dict(images=torch.zeros(1, *self.shape))
-        return dict(images=self.inputs(args.images, args.num_images))
+        if paths is None and self.shape and layers and not any(own.depends_on_content for own in layers):
+            return torch.zeros(1, *self.shape)
+        return self.inputs(paths, number)
 
     def example(self) -> Optional[Tensor]:
         """Returns an image of random numbers, where the model says its size."""
         return None if self.shape is None else torch.rand(1, *self.shape)
 
     def batches(self, paths: Optional[Sequence[str]], number: int) -> Tuple[List[Any], Loss, str]:
-        """Returns batches of images, the loss of one with its number of right predictions, and who says what is right.
+        """Returns batches of images, a function of loss and number of right predictions, and where labels come from.
 
         Raises:
             ValueError: As of :meth:`images`; the model gives no logits, or has other classes than the folder.
@@ -194,14 +189,20 @@ def loss_and_right(model: nn.Module, batch: Any) -> Tuple[Tensor, Tensor]:
 
 @contextmanager
 def progress(loss: Loss, number: int, what: str) -> Iterator[Loss]:
-    """Yields the loss with a progress bar of so many calls, on a terminal."""
-    with tqdm(total=number, desc=what, disable=None, leave=False) as bar:
+    """Yields the loss with a progress bar of so many calls."""
+    with bar_of(range(number), what) as bar:
 
         def counted(model: nn.Module, batch: Any) -> Any:
             bar.update()
             return loss(model, batch)
 
         yield counted
+
+
+def bar_of(items: Sequence[Any], what: str) -> tqdm:
+    """Returns a progress bar; in a file, such as the log of a job, it says every half minute how far it is."""
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(items, what, delay=seconds, mininterval=seconds, leave=False)
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:

@@ -9,7 +9,6 @@ import torch
 
 from .. import pruning
 from ..heads.found import Heads, layer_names
-from ..pruning.degenerate import depends_on_content
 from .model import LoadedModel, load, progress
 
 
@@ -25,10 +24,7 @@ def run(args: Namespace) -> List[str]:
     if args.heads:
         heads = layer_names(every, args.heads)
     elif args.criterion == 'degenerate':
-        content = any(map(depends_on_content, every.values()))
-        found = pruning.find_degenerate_heads(
-            model, inputs=loaded.inputs(args.images, args.num_images) if content else image
-        )
+        found = pruning.find_degenerate_heads(model, inputs=loaded.inputs_for_means(args.images, args.num_images))
         print(found)
         heads = {name: own for name, own in found.items() if name in layers}
     else:
@@ -52,7 +48,7 @@ def run(args: Namespace) -> List[str]:
 
 
 def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Dict[str, List[int]]:
-    """Returns the heads with the lowest importance, or without which the loss rises least, or any heads."""
+    """Returns the heads with the lowest importance, those without which the loss rises least, or random ones."""
     model, names, image = loaded.model, list(layers), loaded.example()
     number = sum(layer.num_heads for layer in layers.values())
     if args.criterion == 'random':
@@ -60,15 +56,13 @@ def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) 
     else:
         batches, loss, right = loaded.batches(args.images, args.num_images)
         ablating = args.criterion == 'ablation'
-        passes = len(batches) * (2 + 2 * number if ablating else 1)
-        with progress(loss, passes, f'{number} heads') as counted:
+        with progress(loss, len(batches) * (2 + 2 * number if ablating else 1), f'{number} heads') as counted:
             if ablating:
                 scores = pruning.head_ablation(model, batches, counted, names).zero_loss
             else:
                 scores = pruning.head_importance(model, batches, counted, layers=names)
         print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
-    keep = args.keep if args.share is None else 1 - args.share
-    costs = None
+    keep, costs = args.keep if args.share is None else 1 - args.share, None
     if args.multiply_adds is not None:
         if image is None:
             raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')

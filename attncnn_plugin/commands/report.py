@@ -8,16 +8,17 @@ from typing import List
 from ..analysis import head_report
 from .model import load
 
-LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
-3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
-random 3x3: relative error of the nearest that the heads could be, with other values, to a random 3x3 kernel"""
+LEGEND = """centre, std: mean and deviation of where a head looks, (rows, columns) of tokens
+entropy: of that of uniform attention; 3x3, 5x5: attention to the tokens around
+nearest shift: that which gets most, and its share; error of a convolution: 0 if
+the layer is one; random 3x3: how far the heads are from a random 3x3 kernel"""
 
 
 def run(args: Namespace) -> List[str]:
     """Prints the report, and writes it as JSON."""
     loaded = load(args)
-    source = loaded.of_position(args)
-    report = head_report(loaded.model, **source)
+    images = loaded.inputs_for_means(args.images, args.num_images)
+    report = head_report(loaded.model, images, layers=args.layers)
     layers, _, summary = str(report).rpartition('\n\n')
     print(summary, layers, LEGEND, sep='\n\n')
     number = max(layer.num_images for layer in report.layers)
@@ -30,5 +31,5 @@ def run(args: Namespace) -> List[str]:
         f'{len({layer.name for layer in report.layers})} layers, '
         + (f'mean over {number} images' if number else 'by position'),
         f'Saved {args.out}' if args.out else 'Nothing was written: --json FILE writes all numbers',
-        'Next: attncnn plot --figure heads draws the heads, attncnn rank says which of them matter',
+        'Next: attncnn plot --figure heads draws them, attncnn rank says which matter',
     ]

@@ -12,6 +12,7 @@ from ..attention.attention_layer import check_plain_linear
 from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
+from ..heads.found import own_heads
 from .convolutions import Computed, Convolution, block_norms, convolution_with
 from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
 
@@ -22,7 +23,7 @@ ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
-    """The error of a convolution instead of an attention layer, on a grid of ``size``.
+    """How far a convolution is from the attention layer that it replaces, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
     max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. The bound is the
@@ -72,7 +73,7 @@ def mhsa_to_conv(
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
-        ValueError: The probabilities of ``layer`` depend on content; it has no heads; a ``kernel_size``, a
+        ValueError: The probabilities of ``layer`` depend on content; a ``kernel_size``, a
             ``padding_mode`` or a padding that does not go with ``layer``; a ``size`` that is too small for the window
             or the padding mode.
         RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
@@ -98,8 +99,6 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     # Attention by content without queries or keys yet has the same probabilities for all images.
     if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
-    if layer.num_heads == 0:
-        raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
@@ -146,7 +145,7 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
         some = exact
         if at_once < len(numbers):
             some = copy.deepcopy(exact)
-            some.prune_heads([*numbers[:start], *numbers[start + at_once :]])
+            own_heads(some)[''].cut([*numbers[:start], *numbers[start + at_once :]])
         if isinstance(some, ContentImageAttention):
             yield some.attention_scores(image)[0, ..., :-1].exp()  # without the null key
         else:

@@ -52,7 +52,7 @@ class Expressibility:
     def __str__(self) -> str:
         random, every = (f'{100 * error if error > TOLERANCE else 0:.3g}%' for error in (self.error, self.worst))
         words = f'the heads span a random {"x".join(map(str, self.kernel_size))} kernel to within {random}, '
-        words += f'every one to within {every}'
+        words += f'any to within {every}'
         named = ', '.join(map(str, self.expressible)) if self.missing else ''
         return f'{words}; exactly the shifts {named}' if named else words
 
@@ -90,7 +90,7 @@ def expressible_shifts(layer: AttentionLayer, kernel_size: Sizes, size: Sizes, q
         >>> found.missing
         [(-1, -1), (-1, 1), (1, -1), (1, 1)]
         >>> print(str(found).split(';')[0])  # of a random kernel, √(4/9) is left
-        the heads span a random 3x3 kernel to within 66.7%, every one to within 100%
+        the heads span a random 3x3 kernel to within 66.7%, any to within 100%
     """
     check_position_only(layer)
     size, own = per_axis('size', size, 2), layer.window or same_window((1, 1))

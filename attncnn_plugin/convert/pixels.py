@@ -40,7 +40,7 @@ NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The error of attention over pixels as its convolution.
+    """How far attention over pixels is from the convolution that it replaces.
 
     Attributes:
         relative_error (float): ‖M − M'‖/‖M‖ in the Frobenius norm, 0 for a kernel of zeros. M is the kernel of the
@@ -68,7 +68,7 @@ def conv_to_mhsa(
     qk_dim: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
-    """Turns a convolution into multi-head self-attention with its inputs, its outputs and its values.
+    """Turns a convolution into multi-head self-attention that takes the same images and computes the same outputs.
 
     There is one head for each kernel position, and the attention is the convolution, exactly (C20, Theorem 1): head h
     is a hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th

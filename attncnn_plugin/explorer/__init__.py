@@ -1,4 +1,4 @@
-"""A page for the browser that shows where every head attends to, of any pixel."""
+"""A page for the browser that shows where every head looks, from any pixel."""
 
 from .page import explorer_page
 

@@ -28,7 +28,7 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 import base64
 import gzip
 import math
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -51,52 +51,15 @@ def layers_of(model: nn.Module, images: Any, call: Call) -> Tuple[List[Dict[str,
     model = unwrap_model(model)
     found: Dict[str, Dict[str, Any]] = {}
     others: Dict[str, Tuple[int, ...]] = {}
-    windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
-
-    def add(name: str, grid: Sequence[int], places: Any, parts: Any, **more: Any) -> None:
-        heads, (rows, columns) = len(next(iter(parts.values()))[0]) if parts else 0, map(list, places)
-        layer = dict(heads=heads, grid=list(grid), rows=rows, columns=columns, others=[], keys=None, parts={})
-        own = found.setdefault(name, {**layer, **more})
-        for part, (probs, beside) in parts.items():
-            if not probs.isfinite().all():
-                raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
-            own['least'] = min(own.get('least', 0), probs.min().item())
-            largest = (probs := probs.clamp(min=0)).amax(-1, keepdim=True)
-            roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
-            tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside.clamp(min=0))
-            own['parts'].setdefault(part, []).append({key: packed(own.numpy()) for key, own in tensors.items()})
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        size = layer.grid_of(x)
-        places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
-        _check_pairs(name, size, math.prod(size))
-        of_parts = _own_probs(layer, x, size) if layer.num_heads else {}
-        parts = {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
-        heads = None if layer.depends_on_content else layer.gaussian_heads()
-        gaussians = {} if heads is None else dict(centers=heads.center.tolist(), factors=heads.factor.tolist())
-        add(name, size, places, parts, **gaussians)
+        _add(found, name, *_own_layer(name, layer, x))
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        if not _are_on_grids(places):
-            others[name] = tuple(probs.shape)
-            return
-        (_, query, size), (_, key, grid) = cells(places.queries.cpu()), cells(places.keys.cpu())
-        _check_pairs(name, size, key.shape[1])
-        where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
-        where = where[(query < 0).sum() :] if places.are_windows else where
-        sees = places.sees(probs).flatten(0, 1)[where].cpu()
-        probs = probs.float().cpu().transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
-        if places.are_windows:
-            numbers, keys = [], key[where // query.shape[1]]
-            beside = _outside((probs * (keys < 0)).sum(-1))
-            probs = probs.masked_fill(keys < 0, 0)
-            windows[name] = keys, windows.get(name, (None, False))[1] | sees
+        if _are_on_grids(places):
+            _add(found, name, *_layer(name, probs, places))
         else:
-            numbers = places.keys[0, key[0] < 0].tolist()
-            order = key[0].argsort(stable=True)
-            beside, probs = probs[..., order].split([len(numbers), math.prod(grid)], -1)
-        middles = [[(i + 0.5) * keys / own - 0.5 for i in range(own)] for own, keys in zip(size, grid)]
-        add(name, grid, middles, dict(attention=(probs, beside)), others=numbers)
+            others[name] = tuple(probs.shape)
 
     for image in in_batches(images, 1):
         try:
@@ -105,17 +68,65 @@ def layers_of(model: nn.Module, images: Any, call: Call) -> Tuple[List[Dict[str,
             raise ValueError(f'no page of a {type(model).__name__} with images={shown(image)}: {error}') from error
     if not found:
         raise no_attention(model, others)
-    for layer in found.values():
-        layer['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(layer['others'])]
-    for name, (keys, seen) in windows.items():
-        whole = keys.masked_fill(~seen, math.prod(found[name]['grid']))
-        found[name]['keys'] = packed(whole.numpy().astype(np.int32))
     for name, label in layer_labels(found).items():
-        found[name].update(name=name, label=label)
-        for of_images in found[name]['parts'].values():
+        layer, seen = found[name], found[name].pop('seen', None)
+        layer.update(name=name, label=label)
+        layer['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(layer['others'])]
+        if seen is not None:
+            whole = layer['keys'].masked_fill(~seen, math.prod(layer['grid']))
+            layer['keys'] = packed(whole.numpy().astype(np.int32))
+        for of_images in layer['parts'].values():
             if all(image == of_images[0] for image in of_images):  # on all images the same
                 del of_images[1:]
     return list(found.values()), list(others)
+
+
+def _add(found: Dict[str, Dict[str, Any]], name: str, layer: Dict[str, Any], parts: Mapping[str, Any]) -> None:
+    """Adds the parts of a layer on one more image, probabilities and what lies beside the grid, to what was found."""
+    heads = max((len(probs) for probs, _ in parts.values()), default=0)
+    own = found.setdefault(name, dict(dict(heads=heads, others=[], keys=None, parts={}), **layer))
+    if 'seen' in layer:  # in some image
+        own['seen'] = own['seen'] | layer['seen']
+    for part, (probs, beside) in parts.items():
+        if not probs.isfinite().all():
+            raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+        own['least'] = min(own.get('least', 0), probs.min().item())
+        largest = (probs := probs.clamp(min=0)).amax(-1, keepdim=True)
+        roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
+        tensors = dict(largest=largest[..., 0], bytes=(255 * roots).round().byte(), beside=beside.clamp(min=0))
+        own['parts'].setdefault(part, []).append({key: packed(own.numpy()) for key, own in tensors.items()})
+
+
+def _own_layer(name: str, layer: AttentionLayer, x: Tensor) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Returns the data of a layer of this package, and its parts on one image."""
+    size = layer.grid_of(x)
+    _check_pairs(name, size, math.prod(size))
+    places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
+    data = dict(grid=list(size), rows=list(places[0]), columns=list(places[1]))
+    heads = None if layer.depends_on_content else layer.gaussian_heads()
+    if heads is not None:
+        data.update(centers=heads.center.tolist(), factors=heads.factor.tolist())
+    of_parts = _own_probs(layer, x, size) if layer.num_heads else {}
+    return data, {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
+
+
+def _layer(name: str, probs: Tensor, places: Places) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Returns the data of attention of another library, and its only part on one image."""
+    (_, query, size), (_, key, grid) = cells(places.queries.cpu()), cells(places.keys.cpu())
+    _check_pairs(name, size, key.shape[1])
+    middles = ([(i + 0.5) * keys / own - 0.5 for i in range(own)] for own, keys in zip(size, grid))
+    data: Dict[str, Any] = dict(zip(('grid', 'rows', 'columns'), (list(grid), *middles)))
+    where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
+    where = where[(query < 0).sum() :] if places.are_windows else where
+    sees = places.sees(probs).flatten(0, 1)[where].cpu()
+    probs = probs.float().cpu().transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
+    if places.are_windows:
+        keys = key[where // query.shape[1]]
+        data.update(keys=keys, seen=sees)
+        return data, dict(attention=(probs.masked_fill(keys < 0, 0), _outside((probs * (keys < 0)).sum(-1))))
+    data['others'] = places.keys[0, key[0] < 0].tolist()
+    beside, probs = probs[..., key[0].argsort(stable=True)].split([len(data['others']), math.prod(grid)], -1)
+    return data, dict(attention=(probs, beside))
 
 
 def packed(array: np.ndarray) -> Dict[str, Any]:

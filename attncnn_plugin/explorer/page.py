@@ -27,7 +27,7 @@ def explorer_page(
     max_bytes: int = 10_000_000,
     call: Call = None,
 ) -> str:
-    """Returns a page that shows where every head attends to from a token that is chosen.
+    """Returns a page that shows where every head looks, from any token that its reader chooses.
 
     It opens on the most local head: the one with the largest mean probability of one shift from query to key. Each
     probability is within 1/255 of the largest one of its query, which is exact. Each layer shows its query that is

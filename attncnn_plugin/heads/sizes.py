@@ -37,7 +37,7 @@ def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
 
 
 def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int) -> None:
-    """Lets attention in a module compute with another number of heads, whose parameters are as they shall be.
+    """Sets what a module keeps of the number of heads to that of its parameters, which have changed already.
 
     Args:
         module (nn.Module): The module that has the attention and all that is of its heads.
@@ -87,7 +87,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
 
 
 def compute_anew(module: nn.Module) -> None:
-    """Has a module compute again what it keeps while it is evaluated, such as biases of relative positions."""
+    """Makes a module recompute what it caches in evaluation mode, such as biases of relative positions."""
     modes = {own: own.training for own in module.modules()}
     module.train()
     module.eval()

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Type, Union
 
 import torch
 from mmpretrain.registry import MODELS
@@ -49,7 +49,7 @@ class ConvToAttention(Restructurable):
         self._replaced_by_loading |= bool(apply(self, plan(self, state_dict, prefix)).replaced)
 
     def init_weights(self) -> None:
-        """Initializes attention as what the convolutions of the backbone begin as."""
+        """Initializes attention to compute what the convolutions do that the backbone would have initialized."""
         if self.phase == 'conv':
             super().init_weights()  # type: ignore[misc]
             return
@@ -57,11 +57,6 @@ class ConvToAttention(Restructurable):
         cnn.init_weights()
         self.load_state_dict(cnn.state_dict())
         self.is_init = True
-
-    def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
-        # pickle finds classes by their names, and this one was made for the backbone.
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        return _new_instance, type(self).__bases__[1:], reduced[2]
 
     def _convolutions(self) -> List[str]:
         """Returns the chosen layers that still are convolutions."""
@@ -74,11 +69,6 @@ def _with_phases(own: Type[nn.Module]) -> Any:
     """Returns the class of a backbone with phases: it inherits from :class:`ConvToAttention`, then from its own."""
     names = {'__module__': own.__module__, '__doc__': own.__doc__}
     return type(f'{own.__name__}ToAttention', (ConvToAttention, own), names)
-
-
-def _new_instance(own: Type[nn.Module]) -> nn.Module:
-    """Returns a backbone without a state, for copies and pickles."""
-    return _with_phases(own).__new__(_with_phases(own))
 
 
 @MODELS.register_module('ConvToAttention')

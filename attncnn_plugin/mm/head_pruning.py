@@ -12,7 +12,7 @@ from .runner import HEAD_NUMBERS, averaged_models, head_numbers, training_batche
 
 @HOOKS.register_module()
 class HeadPruningHook(ChangingHook):
-    """Finds heads to do without at the beginning of some epochs, removes them, and keeps training the rest.
+    """Removes heads that the model can do without, at the beginning of some epochs, and trains the rest on.
 
     It calls :class:`~attncnn_plugin.training.PruneHeads`, and works on every attention layer of this package, in a
     self-attention backbone, in a CMHSA or instead of a convolution, and on the vision transformers of mmpretrain and

@@ -1,4 +1,4 @@
-"""What the objects have in common that a training loop calls."""
+"""What ``TwoPhases`` and ``PruneHeads``, which a training loop calls, have in common."""
 
 import random
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
 
 def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
-    """Returns epochs, of one or a sequence, if that is what they are; ``what`` begins the error.
+    """Returns one epoch, or a sequence of them, as a tuple; ``what`` begins the error.
 
     Raises:
         ValueError: One is no whole number, or negative.
@@ -31,7 +31,7 @@ def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Returns the model inside of one of ``torch.compile``, which has its names."""
+    """Returns the model that ``torch.compile`` has wrapped."""
     return getattr(model, '_orig_mod', model)
 
 
@@ -49,7 +49,7 @@ def check_one_device(number: int) -> None:
 
 
 def in_list(optimizers: Optimizers) -> List[torch.optim.Optimizer]:
-    """Returns one optimizer, what wraps some, or several, in a list."""
+    """Returns a list of optimizers, or of what wraps them, for one or several."""
     return [optimizers] if hasattr(optimizers, 'param_groups') else list(optimizers)
 
 
@@ -77,7 +77,7 @@ def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: M
 
 
 def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> RemovableHandle:
-    """Has a model take the structure of whatever it loads: trainers leave no place to do so before they load.
+    """Makes a model take the structure of whatever it loads, for trainers that leave no place to do so before.
 
     Args:
         model (nn.Module): The model.

@@ -5,19 +5,16 @@ try:
 except ImportError as error:
     raise ImportError("the figures need matplotlib: pip install 'attncnn_plugin[vis]'") from error
 
-from .center_figures import plot_attention_centers, plot_center_movement
-from .curves import plot_attention_distance, plot_metric
-from .map_figures import plot_attention, plot_attention_probs, plot_head_ablation, plot_heads
+from .center_figures import plot_attention_centers, plot_attention_distance, plot_center_movement
+from .map_figures import plot_attention, plot_head_ablation, plot_heads
 from .style import save_figure
 
 __all__ = [
     'plot_attention',
     'plot_attention_centers',
     'plot_attention_distance',
-    'plot_attention_probs',
     'plot_center_movement',
     'plot_head_ablation',
     'plot_heads',
-    'plot_metric',
     'save_figure',
 ]

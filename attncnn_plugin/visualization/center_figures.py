@@ -1,65 +1,63 @@
-"""Figures of the centres of heads: where they are, and their way over a training (Cordonnier et al. 2020 (C20)).
+"""Figures of the centres of heads, of their way over a training, and of how far heads look by depth.
 
-Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
+Figures 3, 4, 12 and 14 of Cordonnier et al. 2020 (C20); Figure 7 of Dosovitskiy et al. 2021; Figure 3 of Raghu et al.
+2021. Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
 """
 
-from typing import Dict, List, Mapping, Sequence, Tuple
+import math
+from typing import Dict, Iterable, List, Mapping, Sequence, Tuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ..analysis import MeanAttention, head_centers
+from ..analysis import HeadReport, MeanAttention, head_centers
 from ..analysis.layer_maps import layer_labels
-from ..analysis.shift_statistics import keys_of_query
-from .contours import gaussian_contour, outline, region_of_mass
-from .style import Numbers, Query, check_maps, color_of, draw_heads, settings
+from ..analysis.shift_statistics import MAX_WIDTH
+from .style import Numbers, check_maps, color_of, draw_grid, draw_heads, settings
 
-LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean something
 CONTOURS = {0.5: 'solid', 0.9: (0, (1, 1.2))}  # the share of a head's attention inside of a line, and its style
-
-HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
+PANELS = {'distance': 'mean distance, % of the image side', 'mass_3x3': 'attention within 3×3, %'}
 
 
 @settings()
-def plot_attention_centers(maps: Mapping[str, MeanAttention], query: Query = None, numbers: Numbers = None) -> Figure:
-    """Draws the centre of every head and contours of its attention, one panel a layer (C20, Figures 4, 12 and 14).
+def plot_attention_centers(maps: Mapping[str, MeanAttention], numbers: Numbers = None) -> Figure:
+    """Draws the centre of every head, one panel a layer, with contours of Gaussian heads (C20, Figures 4, 12 and 14).
 
-    Contours hold 50% and 90% of a head's attention. Those of Gaussian heads are circles and ellipses. For others they
-    surround the fewest pixels that hold as much, drawn a little inside of them so that the heads can be told apart.
+    Contours hold 50% and 90% of a head's attention. A head that is not Gaussian has only its centre: the mean shift to
+    what a query in the middle attends to.
 
     Args:
         maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
-        query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults as in
-            :func:`~attncnn_plugin.analysis.head_centers`.
         numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
             after others were pruned. Defaults to 0, 1, 2, ….
 
     Returns:
-        Figure: One axes a layer; a head's disc and contours are at (column, row) of their shifts. Heads that look
-        beyond the grid, by the null key of CMHSA, with more than 0.9 of their attention are named but not drawn.
+        Figure: One axes a layer; a head's disc and contours are at (column, row) of their shifts. A head that gives
+        nothing to the grid has no centre, and is not drawn.
 
     Raises:
         TypeError: ``maps`` are no attention maps.
-        ValueError: No maps; a query outside of the grid.
+        ValueError: No maps.
     """
     check_maps(maps)
-    heads = {name: _head_lines(own, query) for name, own in maps.items()}
     figure, panels = _panels(list(maps))
     for (name, own), axes in zip(maps.items(), panels):
-        reach = min(_reach(heads[name]), max(own.grid) - 0.5)
-        _shift_axes(axes, reach)
         number_of = (numbers or {}).get(name, range(len(own.probs)))
-        beyond = [str(number_of[head]) for head in range(len(own.probs)) if head not in heads[name]]
-        if beyond:
-            axes.set_title(f'{axes.get_title()}, beyond the grid: {", ".join(beyond)}')
-        for head, (_, contours) in heads[name].items():
-            drawn = dict(color=color_of(number_of[head]), linewidth=1.1, solid_joinstyle='miter', zorder=3)
-            for lines, style in zip(contours, CONTOURS.values()):
-                for line in lines:
-                    axes.plot(line[:, 1], line[:, 0], linestyle=style, **drawn)
-        draw_heads(axes, {number_of[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
+        centers = {head: center for head, center in enumerate(head_centers(own)[0].tolist()) if center[0] == center[0]}
+        lines = {}
+        if own.gaussian is not None:
+            shapes = own.gaussian.inverse_covariance.numpy()
+            for head, center in centers.items():
+                lines[head] = [gaussian_contour(center, shapes[head], mass) for mass in CONTOURS]
+        reach = min(_reach(centers.values(), [own[0] for own in lines.values()]), max(own.grid) - 0.5)
+        _shift_axes(axes, reach)
+        for head, contours in lines.items():
+            for line, style in zip(contours, CONTOURS.values()):
+                look = dict(color=color_of(number_of[head]), linewidth=1.1, linestyle=style, zorder=3)
+                axes.plot(line[:, 1], line[:, 0], **look)
+        draw_heads(axes, {number_of[head]: tuple(center) for head, center in centers.items()}, reach)
     text = 'Square: query. Contours: 50% solid, 90% dotted; wide ones are cut. Hollow: centre beyond the panel.'
     figure.supxlabel(text, fontsize=8)
     return figure
@@ -67,7 +65,7 @@ def plot_attention_centers(maps: Mapping[str, MeanAttention], query: Query = Non
 
 @settings()
 def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
-    """Draws the way of the heads' centres over a training, one panel a layer (C20, Figure 3).
+    """Draws the paths of the heads' centres during a training, one panel a layer (C20, Figure 3).
 
     Args:
         centers (dict[str, dict[int, ndarray]]): By layer and head, epoch, row and column of the centre, ``(T, 3)``, as
@@ -103,27 +101,77 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
     return figure
 
 
-def _head_lines(maps: MeanAttention, query: Query) -> HeadLines:
-    """Returns by head the centre and the lines of each contour, as shifts (row, column)."""
-    centers = head_centers(maps, query)[0].numpy()
-    if maps.gaussian is not None:
-        ellipses = enumerate(zip(centers, maps.gaussian.inverse_covariance.numpy()))
-        return {head: (own[0], [[gaussian_contour(*own, mass)] for mass in CONTOURS]) for head, own in ellipses}
-    probs, origin = keys_of_query(maps, query)
-    heads = {}
-    for head, (center, keys) in enumerate(zip(centers, probs.numpy())):
-        if keys.sum() >= LEAST_MASS:
-            inset = 0.03 + 0.2 * head / max(len(centers) - 1, 1)
-            regions = [region_of_mass(keys, mass) for mass in CONTOURS]
-            heads[head] = center, [[line - origin for line in outline(region, inset)] for region in regions]
-    return heads
+@settings()
+def plot_attention_distance(reports: Mapping[str, HeadReport]) -> Figure:
+    """Draws how far, and how locally, the heads of each layer look, one column a model.
+
+    Above is the mean distance from a query to its keys, each of which counts by its probability, as a share of the side
+    of the grid, √(H·W): so grids of several sizes can be compared. Below is the attention that lies within the 3x3
+    tokens around the query. A dot is a head, the line the mean of the heads of a layer.
+
+    Args:
+        reports (Mapping[str, HeadReport]): By the names of models in the figure, see
+            :func:`~attncnn_plugin.analysis.head_report`. Where a layer has a report of its attention to images beside
+            one by position, it is the former that is drawn.
+
+    Returns:
+        Figure: Two axes a model; x is the number of the layer, from 0.
+
+    Raises:
+        ValueError: No reports, or one without layers that have heads.
+    """
+    figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
+    panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
+    for column, (label, report) in enumerate(reports.items()):
+        layers = {layer.name: layer for layer in report.layers if layer.heads}.values()  # the last one of a layer
+        if not layers:
+            raise ValueError(f'the report of {label} has no layers with heads')
+        for axes, (number, name) in zip(panels[:, column], PANELS.items()):
+            means = []
+            for place, layer in enumerate(layers):
+                whole = math.sqrt(math.prod(layer.grid)) if number == 'distance' else 1
+                heads = [getattr(head, number) for head in layer.heads]
+                heads = [100 * value / whole for value in heads if value is not None]
+                look = dict(color=color_of(column), alpha=0.45, markersize=3.5, markeredgewidth=0, clip_on=False)
+                axes.plot([place] * len(heads), heads, 'o', **look)
+                means += [(place, sum(heads) / len(heads))] if heads else []
+            axes.plot(*zip(*means), color=color_of(column), linewidth=1.3)
+            axes.locator_params(axis='x', integer=True, nbins=7)
+            draw_grid(axes)
+            if column == 0:
+                axes.set_ylabel(name)
+        panels[0, column].set_title(label)
+        panels[1, column].set_xlabel('layer')
+    for row in panels:  # which share their axis
+        row[0].set_ylim(bottom=0)
+    return figure
 
 
-def _reach(heads: HeadLines) -> float:
+def gaussian_contour(center: Sequence[float], precision: np.ndarray, mass: float) -> np.ndarray:
+    """Returns the ellipse around a Gaussian head that holds a share p of it: (δ − Δ)ᵀΣ⁻¹(δ − Δ) = 2 ln(1/(1 − p)).
+
+    For the quadratic encoding, Σ⁻¹ = 2α·I (C20, eq. 9), it is the circle r² = ln(1/(1 − p))/α. Along an axis on which
+    the head is wider than 1000 tokens it is drawn as if it were that wide: a stripe is two parallel lines.
+
+    Args:
+        center (Sequence[float]): Δ in tokens, (row, column).
+        precision (ndarray): Σ⁻¹, ``(2, 2)``.
+        mass (float): p, above 0 and below 1.
+
+    Returns:
+        ndarray: Rows and columns, ``(181, 2)``, the last as the first.
+    """
+    eigenvalues, vectors = np.linalg.eigh(precision)
+    radii = np.sqrt(-2 * math.log1p(-mass) / eigenvalues.clip(min=MAX_WIDTH**-2))
+    angle = np.linspace(0, 2 * np.pi, 181)
+    return np.asarray(center) + np.stack([np.cos(angle), np.sin(angle)], axis=-1) * radii @ vectors.T
+
+
+def _reach(centers: Iterable[Sequence[float]], inner: Sequence[np.ndarray]) -> float:
     """Returns how far a panel goes from the query: 3.5 tokens at least, to all centres and most inner contours."""
-    lines = [np.abs(np.concatenate(contours[0])).max() for _, contours in heads.values()]
+    lines = [np.abs(line).max() for line in inner]
     most = [np.quantile(lines, 0.75, method='lower')] if lines else []
-    return max([3.5, *(reach + 0.5 for reach in most + [np.abs(center).max() for center, _ in heads.values()])])
+    return max([3.5, *(reach + 0.5 for reach in [*most, *(max(map(abs, center)) for center in centers)])])
 
 
 def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..analysis import MeanAttention, mean_attention
+from ..analysis import MeanAttention
 from ..analysis.layer_maps import layer_labels
 from ..analysis.recorder import beside_the_grid, no_attention, observe, rollout
 from ..analysis.shift_statistics import keys_of_query
@@ -35,7 +35,6 @@ def plot_attention(
     layers: Layers = None,
     query: Query = None,
     overlay: bool = False,
-    numbers: Numbers = None,
 ) -> Figure:
     """Draws where the class token of each image, or one patch, looks: each head, their mean, and the rollout.
 
@@ -52,7 +51,6 @@ def plot_attention(
         query (Sequence[int], optional): Row and column of a patch that looks in place of the class token; there is no
             rollout then. Defaults to None.
         overlay (bool): Whether the maps are drawn on the photo. Defaults to False.
-        numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
 
     Returns:
         Figure: Maps from left to right, for each image and layer: the mean of heads, then the heads; before those of an
@@ -64,7 +62,9 @@ def plot_attention(
         ValueError: The model has no attention that is known, or not these layers; the images are not for it; a query
             outside of the grid.
     """
-    model = _unwrapped(model, images)
+    if not isinstance(images, Tensor):
+        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
+    model = unwrap_model(model)
     rows, of_class = _rows(model, images, layers, query)
     try:
         reached = None if query is not None else rollout(model, images).cpu()
@@ -80,9 +80,8 @@ def plot_attention(
     grid, labels = figure.add_gridspec(lines, columns), layer_labels(rows)
     for group, (image, name) in enumerate(groups):
         own, photo = rows[name][image], _photo(images[image])
-        number_of = (numbers or {}).get(name, range(len(own)))
         maps = [own.mean(0), *own]
-        titles = [f'{labels[name]}\nmean of heads', *(f'head {number_of[head]}' for head in range(len(own)))]
+        titles = [f'{labels[name]}\nmean of heads', *(f'head {head}' for head in range(len(own)))]
         if name == names[0]:
             axes = figure.add_subplot(grid[group * deep, 0])
             axes.set_title(f'image {image}', fontsize=8, pad=2)
@@ -98,50 +97,17 @@ def plot_attention(
 
 
 @settings()
-def plot_heads(model: nn.Module, images: Tensor) -> Figure:
-    """Draws all heads of all layers as small maps: what the patch in the middle attends to, mean over images.
+def plot_heads(maps: Mapping[str, MeanAttention], query: Query = None, numbers: Numbers = None) -> Figure:
+    """Draws all heads of all layers as small maps of what a patch attends to (C20, Figures 5 to 10).
 
-    Rows are layers, columns heads. In windows it is the mean over the queries that see a shift. The colours are those
-    of :func:`plot_attention`; the square is the query.
-
-    Args:
-        model (nn.Module): As of :func:`~attncnn_plugin.analysis.mean_attention`.
-        images (Tensor): ``(B, C, H, W)``, normalized as in training; some are enough.
-
-    Returns:
-        Figure: One axes for each head.
-
-    Raises:
-        TypeError, ValueError: As of :func:`plot_attention`.
-    """
-    rows = {}
-    for name, own in mean_attention(_unwrapped(model, images), images).items():
-        probs, (row, column) = keys_of_query(own)
-        if own.in_windows:  # mean over those queries that see a shift; shifts that none sees are left out
-            share = keys_of_query(replace(own, probs=(own.probs > 0).float().amax(0, keepdim=True)))[0]
-            seen, probs = share[0] > 0, probs / share.clamp(min=1e-12)
-            reach = [int(seen.any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
-            probs = probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1]
-            row, column = reach
-        rows[name] = _relative(probs), (row, column), [f'head {head}' for head in range(len(probs))]
-    return _table(rows, 0.62, f'What the patch in the square attends to, mean over images: {len(images)}.')
-
-
-@settings()
-def plot_attention_probs(
-    maps: Mapping[str, MeanAttention], query: Query = None, zoom: Optional[int] = 7, numbers: Numbers = None
-) -> Figure:
-    """Draws the probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
-
-    Above a map are the head's number and its largest probability. The colours say how many times uniform attention a
-    pixel gets, so that a head that attends to all pixels alike is white.
+    Rows are layers, columns heads. The colours are those of :func:`plot_attention`, so that a head that attends to all
+    patches alike is white; the square is the query.
 
     Args:
         maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
-        query (Sequence[int], optional): Row and column of the query, on each layer's grid; where not every pixel is a
-            query, it is the nearest one. Defaults to the middle of the grid.
-        zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
-            to 7. Outside of the grid it is grey.
+        query (Sequence[int], optional): Row and column of the query, on each layer's grid; where not every patch is a
+            query, it is the nearest one. Defaults to the middle of the grid; in windows to the mean over the queries
+            that see a shift.
         numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
 
     Returns:
@@ -150,18 +116,24 @@ def plot_attention_probs(
 
     Raises:
         TypeError: ``maps`` are no attention maps.
-        ValueError: No maps; an even ``zoom``; a query outside of the grid.
+        ValueError: No maps; a query outside of the grid.
     """
     check_maps(maps)
-    if zoom is not None and (zoom < 1 or zoom % 2 == 0):
-        raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
     rows = {}
     for name, own in maps.items():
-        keys, place = own.of_query(query)
-        number_of = (numbers or {}).get(name, range(len(keys)))
-        titles = [f'head {number}: {of_head.max():.2g}' for number, of_head in zip(number_of, keys)]
-        rows[name] = keys * math.prod(own.grid), place, titles
-    return _table(rows, 0.95, 'Where the square looks. Above a map: its largest probability.', zoom)
+        probs, (row, column) = keys_of_query(own, query)
+        times = probs * math.prod(own.grid)
+        if own.in_windows and query is None:  # shifts that no query sees are left out
+            share = keys_of_query(replace(own, probs=(own.probs > 0).float().amax(0, keepdim=True)))[0]
+            reach = [int((share[0] > 0).any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
+            probs = probs / share.clamp(min=1e-12)
+            times = _relative(probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1])
+            row, column = reach
+        titles = [f'head {number}' for number in (numbers or {}).get(name, range(len(probs)))]
+        rows[name] = times, (row, column), titles
+    number = max(own.num_images for own in maps.values())
+    mean = f', mean over {number} images' if number > 1 else ''
+    return _table(rows, f'What the patch in the square attends to{mean}.')
 
 
 @settings()
@@ -197,13 +169,6 @@ def plot_head_ablation(ablation: HeadAblation) -> Figure:
     figure.colorbar(panels[2].images[0], ax=panels[2], location='bottom', label='mean |change of loss|', aspect=25)
     panels[0].set_yticks(range(height), layer_labels(ablation.importance).values())
     return figure
-
-
-def _unwrapped(model: nn.Module, images: Any) -> nn.Module:
-    """Returns a model without what compiles or distributes it, once the images are a tensor."""
-    if not isinstance(images, Tensor):
-        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
-    return unwrap_model(model)
 
 
 @torch.no_grad()
@@ -242,10 +207,10 @@ def _relative(attention: Tensor) -> Tensor:
     return attention / attention.mean((-2, -1), keepdim=True).clamp(min=1e-12)
 
 
-def _table(rows: Dict[str, Row], size: float, text: str, zoom: Optional[int] = None) -> Figure:
-    """Draws the heads of layers, a row each; maps have a size in inches, or more where they are few."""
+def _table(rows: Dict[str, Row], text: str) -> Figure:
+    """Draws the heads of layers, a row each."""
     columns = max(1, *(len(titles) for _, _, titles in rows.values()))
-    size = max(size, 2.6 / columns)
+    size = max(0.62, 2.6 / columns)  # inches of a map
     figure = Figure(figsize=(size * columns + 1.7, (size + 0.12) * len(rows) + 0.5), layout='constrained')
     grid, labels, drawn = figure.add_gridspec(len(rows), columns), layer_labels(rows), None
     for line, (name, (times, query, titles)) in enumerate(rows.items()):
@@ -256,9 +221,6 @@ def _table(rows: Dict[str, Row], size: float, text: str, zoom: Optional[int] = N
         for axes, own, title in zip(panels, times.numpy(), titles):
             axes.set_title(title, fontsize=6.5, pad=2)
             drawn = draw_attention(axes, own, query=query)
-            if zoom is not None:
-                ends = [(at - zoom / 2, at + zoom / 2) for at in query]
-                axes.set(facecolor='#CCCCCC', xlim=ends[1], ylim=ends[0][::-1])
     return figure if drawn is None else _finish(figure, drawn, text)
 
 

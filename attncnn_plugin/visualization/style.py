@@ -119,16 +119,6 @@ def draw_grid(axes: Axes) -> None:
     axes.spines[['top', 'right']].set_visible(False)
 
 
-def mark_transition(axes: Axes, epochs: Sequence[float]) -> None:
-    """Draws a line where convolutions became attention, which is named once."""
-    for epoch in epochs:
-        if epoch not in [line.get_xdata()[0] for line in axes.get_lines() if line.get_gid() == 'transition']:
-            axes.axvline(epoch, color='#666666', linewidth=0.8, linestyle=(0, (4, 2)), zorder=1, gid='transition')
-            look = dict(rotation=90, ha='right', va='top', fontsize=7, color='#666666')
-            where = dict(xytext=(-2, -3), textcoords='offset points', xycoords=axes.get_xaxis_transform())
-            axes.annotate('convolutions become attention', (epoch, 1), **where, **look)
-
-
 def text_color_on(color: str) -> str:
     """Returns black or white, whichever can be read on a colour."""
     red, green, blue = to_rgb(color)

@@ -1,4 +1,4 @@
-"""Weights of small networks, trained on CIFAR-10, and ten images to try them with.
+"""Weights of small networks, trained on CIFAR-10-J, and ten images to try them with.
 
 A network has a file of safetensors in half precision, ``NAME.safetensors``, with the names of its timm model, and a
 model card, ``NAME.md``. Both are made by ``tools/model_converters/pack_weights.py``. Nothing in them can be run.

@@ -60,7 +60,7 @@ def test_attention_of_patches(make, name, settings, prefix):
     )
     assert list(maps) == list(layers) == [report.name for report in reports]
     for report, (name, layer) in zip(reports, layers.items()):
-        assert (report.grid, report.num_images) == ((4, 4), 5) and 'no patch' in str(report)
+        assert (report.grid, report.num_images) == ((4, 4), 5) and '  other' in str(report)
         x = torch.cat(inputs[name])[:5]
         queries, keys, _ = layer.qkv(x).reshape(5, -1, 3, 3, 4).permute(2, 0, 3, 1, 4)  # (B, heads, N, D_h)
         whole = (queries @ keys.mT / 2).softmax(-1)[:, :, prefix:].detach()

@@ -94,10 +94,10 @@ def test_report_of_a_transformer_of_mmpretrain(done, folder):
 @pytest.mark.parametrize(
     'words',
     [
-        [*MODELS_OF['quadratic'], '--figure', 'probabilities', '--query', 1, 5, '--zoom', 0],
-        [*MODELS_OF['quadratic'], '--figure', 'centers', '--size', 5, 6],
+        [*MODELS_OF['quadratic'], '--figure', 'heads', '--query', 1, 5],
+        [*MODELS_OF['quadratic'], '--figure', 'centers'],
         [*MODELS_OF['learned_content'], '--figure', 'centers', '--num-images', 5],
-        ['--figure', 'movement', '--runs', 'run'],
+        ['--figure', 'movement', '--run', 'run'],
     ],
 )
 def test_figures(words, done, folder):
@@ -110,12 +110,11 @@ def test_a_figure_of_an_image_of_the_test_set(done, monkeypatch):
     drawn = {}
     monkeypatch.setattr(visualization, 'plot_attention', lambda *args, **options: drawn.update(options, args=args))
     monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
-    done('plot', *MODELS_OF['learned_content'], '--figure', 'content', '--images', 7, '--query', 4, 2)
-    _, images, layers, query, overlay = drawn['args']
-    assert (query, overlay, drawn['numbers']) == ((4, 2), True, None)
+    done('plot', *MODELS_OF['learned_content'], '--figure', 'attention', '--images', 7, '--query', 4, 2)
+    _, images, layers, query = drawn['args']
+    assert (layers, query, drawn['overlay']) == (None, [4, 2], True)
     image = cv2.resize(Digits(split='test')[7]['img'], (16, 16), interpolation=cv2.INTER_CUBIC)
     assert torch.allclose(images, (torch.tensor(image)[None, None].float() - 77.9) / 95.9, atol=1e-5)
-    assert layers == ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
 
 
 def test_explore_and_maps(done, folder):
@@ -133,15 +132,12 @@ def test_explore_and_maps(done, folder):
     [
         (['report', '--mm', 'nowhere.py', 'a.pth'], "No such file or directory: 'nowhere.py'"),
         (['report', *MODELS_OF['learned_content'], '--images', 'nowhere'], 'nowhere'),
-        (['report', *MODELS_OF['vit_base'], '--size', '4', '4'], 'depends on images, which say the grid'),
         (['report', *MODELS_OF['quadratic'], '--cfg-options', 'a=1', 'photo.jpg'], 'photo.jpg is no key=value'),
         (['report', *MODELS_OF['quadratic'], '--cfg-options', 'model.backbone.type=Quad'], "type='Quad' is no model"),
-        (['plot', *MODELS_OF['quadratic'], '--figure', 'content'], '--figure probabilities draws it'),
-        (['plot', *MODELS_OF['quadratic'], '--figure', 'probabilities', '--query', 8, 0], 'query=(8, 0) must be a row'),
-        (['plot', '--figure', 'accuracy', '--runs', 'run', 'run'], 'have the same name: give LABEL=run'),
+        (['plot', *MODELS_OF['quadratic'], '--figure', 'heads', '--query', 8, 0], 'query=(8, 0) must be a row'),
+        (['plot', '--figure', 'movement', *MODELS_OF['quadratic'], '--run', 'run'], '--run FOLDER and no model'),
         (['explore', *MODELS_OF['quadratic'], '--images', 'quadratic.pth'], 'quadratic.pth cannot be read as an image'),
         (['prune', *MODELS_OF['quadratic'], '--out', 'a.safetensors', '--heads', '{0: [1]}'], 'must end in .pth'),
-        (['prune', *MODELS_OF['vit_base'], '--out', 'a.pth', '--keep', 9, '--images', 'images/a'], 'at most 4'),
     ],
 )
 def test_mistakes(words, message, command, folder):

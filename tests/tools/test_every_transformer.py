@@ -10,7 +10,7 @@ from helpers.vits import NO_START, OTHERS, SETTINGS, WITH_MLP, new_vit, output_o
 from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 from attncnn_plugin.transformers import init_as_convolution
-from attncnn_plugin.visualization import plot_attention_centers, plot_attention_distance, plot_attention_probs
+from attncnn_plugin.visualization import plot_attention_centers, plot_attention_distance, plot_heads
 from attncnn_plugin.visualization.style import image_of
 
 BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)  # of the total variation on random images
@@ -65,8 +65,8 @@ def check_everything(model, images):
     assert [own.name for own in report.layers] == list(maps)
     for figure in (
         plot_attention_centers(maps),
-        plot_attention_probs(maps, zoom=3),
-        plot_attention_distance({'model': report.to_dict()}),
+        plot_heads(maps),
+        plot_attention_distance({'model': report}),
     ):
         assert image_of(figure).std() > 5
     assert [layer['name'] for layer in unpack(page_of(model, images))['layers']] == list(maps)

@@ -1,4 +1,4 @@
-"""Contours: closed forms, and the mass that they hold."""
+"""Contours of Gaussian heads: closed forms, and the mass that they hold."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.path import Path as Line
 
-from attncnn_plugin.visualization.contours import gaussian_contour, outline, region_of_mass
+from attncnn_plugin.visualization.center_figures import gaussian_contour
 
 
 def gaussian_probs(center, precision, size):
@@ -34,46 +34,9 @@ def test_ellipses_hold_their_mass_and_agree_with_the_probabilities(precision, ma
     pixels = np.argwhere(np.ones((size, size))) - size // 2
     inside = Line(ellipse).contains_points(pixels).reshape(size, size)
     assert abs(probs[inside].sum() - mass) < 0.03
-    # The region of pixels is that of the closed form, but for pixels at its border.
-    region = region_of_mass(probs, mass)
-    wrong = pixels[(region != inside).flatten()]
-    assert all(np.linalg.norm(ellipse - pixel, axis=1).min() < 0.75 for pixel in wrong)
-
-
-@given(st.integers(0, 10**6), st.floats(0.05, 0.95))
-def test_regions_hold_their_mass_and_no_more_than_needed(seed, mass):
-    probs = np.random.default_rng(seed).dirichlet(np.full(30, 0.3)).reshape(5, 6) * 0.8  # the rest is outside
-    region = region_of_mass(probs, mass)
-    held = probs[region].sum() / probs.sum()
-    assert held >= mass - 1e-9 and held - probs[region].min() / probs.sum() < mass
-    assert probs[region].min() >= probs[~region].max(initial=0)
-
-
-def test_a_share_that_some_keys_hold_exactly():
-    """A key is not added for what sums lose by rounding."""
-    for size in range(2, 50):
-        probs = np.full((1, size), 1 / size)
-        assert [region_of_mass(probs, held / size).sum() for held in range(1, size)] == [*range(1, size)]
-
-
-@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.25]))
-def test_outlines_surround_the_pixels_of_the_region_alone(seed, inset):
-    region = np.random.default_rng(seed).random((5, 7)) < 0.5
-    lines = outline(region, inset)
-    pixels = np.argwhere(np.ones_like(region))
-    inside = sum(Line(line, closed=True).contains_points(pixels).astype(int) for line in lines) if lines else 0
-    assert np.array_equal(np.broadcast_to(inside, region.size) % 2, region.flatten())
-    for line in lines:
-        assert np.array_equal(line[0], line[-1])
-        assert (np.abs(line % 1 - 0.5) < 0.3 + 1e-6).any(1).all()  # near the sides of pixels
-
-
-def test_the_outline_of_a_pixel():
-    """As far inside of its sides as it was asked for."""
-    region = np.zeros((3, 4), dtype=bool)
-    region[1, 3] = True
-    (line,) = outline(region, 0.1)
-    assert np.allclose([line.min(0), line.max(0)], [[0.6, 2.6], [1.4, 3.4]])
+    border = [np.linalg.norm(ellipse - pixel, axis=1).min() < 0.75 for pixel in pixels]
+    far = ~np.reshape(border, inside.shape)  # inside of a contour is what gets most
+    assert probs[inside & far].min() > probs[~inside & far].max()
 
 
 def test_a_stripe_is_as_if_it_were_1000_tokens_wide():

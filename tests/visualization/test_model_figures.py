@@ -105,7 +105,8 @@ def test_all_heads_from_the_query(name):
     own = name.startswith('sa_')
     model = trained_like(small_timm(name)) if own else small_vit(name)
     images = torch.randn(2, 3, *((16, 16) if own else (SIZE, SIZE)))
-    figure, maps = plot_heads(model, images), mean_attention(model, images)
+    maps = mean_attention(model, images)
+    figure = plot_heads(maps)
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == sum(len(layer.probs) for layer in maps.values())
     assert [layer.in_windows for layer in maps.values()] == (
@@ -127,6 +128,10 @@ def test_all_heads_from_the_query(name):
             whole = relative(torch.tensor([[means.get(shift, 0.0) for shift in seen]]))[0]
             np.testing.assert_allclose(list(seen.values()), whole, rtol=1e-4)
         panels = panels[len(layer.probs) :]
+    assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()][0] in ('block 0', 'stage 0 block 0')
+    for axes, expected in zip(plot_heads(maps, (1, 2)).axes, next(iter(maps.values())).of_query((1, 2))[0]):
+        np.testing.assert_allclose(axes.images[0].get_array(), relative(expected), rtol=1e-4)
+        assert query_of(axes) == (1, 2)
 
 
 def query_of(axes):
@@ -157,7 +162,7 @@ def test_uniform_attention_in_windows_is_neutral():
             block.attn_mask = None
             for parameter in (block.attn.qkv.weight, block.attn.qkv.bias, block.attn.relative_position_bias_table):
                 parameter.data.zero_()
-    figure = plot_heads(model, torch.randn(1, 3, SIZE, SIZE))
+    figure = plot_heads(mean_attention(model, torch.randn(1, 3, SIZE, SIZE)))
     drawn = [axes.images[0].get_array() for axes in figure.axes if axes.get_title().startswith('head')]
     assert len(drawn) == 12
     for values in drawn:
@@ -187,9 +192,7 @@ def test_a_patch_looks_on_the_photo(name):
     torch.manual_seed(0)
     model = trained_like(small_timm(name)) if name.startswith('sa_') else small_vit(name)
     images = torch.randn(2, 3, SIZE, SIZE)
-    figure = plot_attention(
-        model, images, 'blocks.0.*', query=(1, 0), overlay=True, numbers={'blocks.0.attn': [4, 5, 6]}
-    )
+    figure = plot_attention(model, images, 'blocks.0.*', query=(1, 0), overlay=True)
     maps = attention_maps(model, images)['blocks.0.attn']
     size = math.isqrt(maps.shape[-1])
     keys = maps[0, :, -size * size :, -size * size :][:, size].unflatten(-1, (size, size))
@@ -197,7 +200,7 @@ def test_a_patch_looks_on_the_photo(name):
     assert len(figure.axes) == 2 * 5 + 1 and 'rollout' not in panels
     photo = panels['image 0'].images[0].get_array()
     for head in range(3):
-        axes = panels[f'head {4 + head}']
+        axes = panels[f'head {head}']
         tint, below = axes.images
         np.testing.assert_allclose(tint.get_array(), relative(keys[head]), rtol=1e-4)
         assert np.array_equal(below.get_array(), photo) and below.get_zorder() < tint.get_zorder()
@@ -213,7 +216,11 @@ def test_figures_of_few_and_many_heads_are_readable(heads):
     """No title covers another, and maps stand side by side."""
     model, images = small_vit('vit_tiny_patch16_224', embed_dim=48, num_heads=heads), torch.randn(1, 3, SIZE, SIZE)
     ablation = head_ablation(model, [images], lambda model, batch: output_of(model, batch).square().mean())
-    for figure in (plot_attention(model, images), plot_head_ablation(ablation), plot_heads(model, images)):
+    for figure in (
+        plot_attention(model, images),
+        plot_head_ablation(ablation),
+        plot_heads(mean_attention(model, images)),
+    ):
         image_of(figure)  # places what is in it
         titles = [axes.title.get_window_extent() for axes in figure.axes if axes.get_title()]
         assert not any(a.overlaps(b) for a, b in combinations(titles, 2))
@@ -224,9 +231,8 @@ def test_figures_of_few_and_many_heads_are_readable(heads):
 
 def test_what_cannot_be_drawn():
     vit, images = small_vit('vit_tiny_patch16_224'), torch.randn(1, 3, SIZE, SIZE)
-    for plot in (plot_attention, plot_heads):
-        with pytest.raises(TypeError, match=r'images=3 must be a tensor \(B, C, H, W\)'):
-            plot(vit, 3)
+    with pytest.raises(TypeError, match=r'images=3 must be a tensor \(B, C, H, W\)'):
+        plot_attention(vit, 3)
     with pytest.raises(ValueError, match='layers chooses none.*: blocks.0.attn'):
         plot_attention(vit, images, layers=['x'])
     with pytest.raises(ValueError, match=r'query=\(9, 0\) must be a row from 0 to'):
@@ -240,7 +246,6 @@ def test_compiled_models_and_other_dtypes():
     model, images = small_vit('vit_tiny_patch16_224').double(), torch.randn(1, 3, SIZE, SIZE)
     compiled = torch.compile(model, backend='eager')
     compiled(images.double())
-    for plot in (plot_attention, plot_heads):
-        expected, found = drawn(plot(model, images.double())), drawn(plot(compiled, images))
-        for title, array in expected.items():
-            np.testing.assert_allclose(found[title], array, rtol=1e-5)
+    expected, found = drawn(plot_attention(model, images.double())), drawn(plot_attention(compiled, images))
+    for title, array in expected.items():
+        np.testing.assert_allclose(found[title], array, rtol=1e-5)

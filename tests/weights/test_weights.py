@@ -56,6 +56,9 @@ def test_one_file_for_both_frameworks(name):
     right = sum(label == i for i, label in enumerate(found))
     card = model_cards.cards(weights.FOLDER)[name]
     assert (card.ten_images_right, card.parameters, card.multiply_adds) == (right, *cost(of_timm))
+    errors = pack_weights.kernel_errors(of_timm, inputs)
+    assert card.random_3x3_kernel_errors == pytest.approx(errors, abs=0.2)  # percent; other processors round otherwise
+    assert model_cards.heads_row(card.random_3x3_kernel_errors) in (weights.FOLDER / f'{name}.md').read_text()
     tensors = load_file(weights.weights_file(name))
     assert {value.dtype for value in tensors.values() if value.is_floating_point()} == {torch.half}
     assert CheckpointLoader.load_checkpoint(f'attncnn://{name}')['state_dict'].keys() == {
@@ -143,6 +146,7 @@ def test_packing(tmp_path, repository, monkeypatch, capsys):
     assert file.stat().st_mode == page.stat().st_mode  # not readable by its owner alone
     card, text = model_cards.cards(folder)[name], page.read_text()
     assert card.eval_results[0].metric_value == 12.35 and card.license == 'apache-2.0'
+    assert len(card.random_3x3_kernel_errors) == 6 and '| heads | by position, those of each block span' in text
     assert '| data | some images, 32x32 pixels' in text and '4,000 test images' in text and 'torch 2' in text
     row = f'| `{name}` | `cmhsa3-small-patch4-32_cifar10` | 424,624 |'
     assert row in (root / 'docs/models.md').read_text()

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict, List, Sequence
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -16,7 +16,9 @@ def mmpretrain_name(name: str) -> str:
     return f'{name.replace("_", "-")}_cifar10'
 
 
-def model_card(name: str, result: dict, data: str, drift: float, right: int) -> ModelCard:
+def model_card(
+    name: str, result: dict, data: str, drift: float, right: int, kernel_errors: Sequence[float]
+) -> ModelCard:
     """Returns the model card of a network, with all numbers in its header.
 
     Args:
@@ -25,6 +27,7 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
         data (str): What its images are, in words.
         drift (float): The most that half precision changes a logit.
         right (int): How many of the ten images in the package it classifies rightly.
+        kernel_errors (Sequence[float]): How far a random 3x3 kernel is from the span of each layer's heads, in percent.
     """
     number, machine = result['config']['val_dataloader']['dataset'].get('num_images'), result['machine']
     tested = f'{number:,} test images' if number else 'the test images'
@@ -51,6 +54,7 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
         trained_with=f'{result["images"]:,} images, {result["epochs"]} epochs',
         tested_with=tested,
         ten_images_right=right,
+        random_3x3_kernel_errors=list(kernel_errors),
     )
     rows = {
         'data': f'{data}, 32x32 pixels, ten classes; {result["images"]:,} training images, as many of each class',
@@ -58,6 +62,7 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
         f'seed {result["seed"]}',
         'accuracy': f'top-1 {top1:.2f} %, top-5 {top5:.2f} % of {tested}, after the last epoch, in single precision',
         'ten images': f'{right} of the ten test images in the package are classified rightly',
+        'heads': heads_row(kernel_errors),
         'weights': f'half precision, which changes logits of these images by {drift:.4f} at most',
         'size': f'{result["parameters"]:,} parameters, {result["multiply_adds"] / 1e6:.1f}M multiply-adds an image',
         'time': f'{result["seconds"] / 60:.0f} minutes on {machine["gpu"] or machine["processor"]}',
@@ -70,6 +75,12 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
     use = '\n'.join(f'{call}, pretrained=True)' for call in calls)
     text = f'# {name}\n\n| | |\n| --- | --- |\n{table}\n\nAfter `import attncnn_plugin`:\n\n```python\n{use}\n```\n'
     return ModelCard(f'---\n{header.to_yaml()}\n---\n\n{text}')
+
+
+def heads_row(kernel_errors: Sequence[float]) -> str:
+    """Returns what a model card says of the kernels that the heads span."""
+    errors = ', '.join(f'{error:.1f}%' for error in kernel_errors)
+    return f'by position, those of each block span a random 3x3 kernel to within {errors} (0%: any convolution)'
 
 
 def cards(folder: Path) -> Dict[str, ModelCardData]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import List
 
 import timm
 import torch
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
+from attncnn_plugin.analysis import head_report
 from attncnn_plugin.weights import example_images
 
 TOOLS = Path(__file__).resolve().parents[1]
@@ -86,7 +88,7 @@ def pack(run: Path, name: str, data: str, folder: Path) -> str:
         if size > MEGABYTES:
             raise ValueError(f'{name} makes all weights {size:.2f} MB, more than {MEGABYTES:g}')
         right = int((after.argmax(1) == torch.arange(len(images))).sum())
-        card = model_card(name, result, data, drift, right)
+        card = model_card(name, result, data, drift, right, kernel_errors(packed, images))
         shutil.copyfile(file, folder / file.name)  # moved, it would stay readable only by its owner
     card.save(folder / f'{name}.md')
     return (
@@ -108,6 +110,12 @@ def inputs(model: nn.Module) -> Tensor:
     """Returns the ten images of the package, as a model of timm takes them, ``(10, 3, 32, 32)``."""
     transform = create_transform(**resolve_model_data_config(model))
     return torch.stack([transform(Image.open(path).convert('RGB')) for path in example_images().values()])
+
+
+def kernel_errors(model: nn.Module, images: Tensor) -> List[float]:
+    """Returns how far a random 3x3 kernel is from the span of each layer's heads by position, in percent."""
+    layers = head_report(model, images).layers
+    return [round(100 * layer.spanned[0].error, 1) for layer in layers if layer.attention == 'position']
 
 
 def main() -> None:
