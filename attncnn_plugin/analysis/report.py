@@ -243,7 +243,7 @@ class LayerReport:
         attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
         num_images (int): Number of images that it is a mean over, 0 for what depends only on position.
         convolutions (tuple[NearestConvolution, ...]): The nearest 3x3 and 5x5 convolution, without a kernel that is
-            larger than the grid; for an ``ImageAttention`` that of only its window. Empty without heads.
+            larger than the grid; for an ``ImageAttention`` that of only its window.
         spanned (tuple[Expressibility, ...]): How near the heads come to all 3x3 and 5x5 kernels at interior queries,
             whatever their value matrices, see :func:`~attncnn_plugin.convert.expressible_shifts`, without a kernel that
             is larger than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
@@ -265,15 +265,13 @@ class LayerReport:
 
     @property
     def best(self) -> Optional[NearestConvolution]:
-        """The smallest of the convolutions whose error is the least, to 0.01; None without heads or convolutions."""
+        """The smallest of the convolutions whose error is the least, to 0.01; None without convolutions."""
         least = min((entry.error for entry in self.convolutions), default=0.0)
         return next((entry for entry in self.convolutions if entry.error <= least + NEARLY), None)
 
     @property
     def summary(self) -> str:
         """The nearest convolution in words, such as ``'3x3 convolution, error 0'``."""
-        if not self.heads:
-            return 'no heads: the layer is its bias'
         return str(self.best or 'smaller than a 3x3 kernel')
 
     def to_dict(self) -> Dict[str, Any]:
@@ -282,7 +280,7 @@ class LayerReport:
         return {**asdict(self), 'summary': self.summary, 'best': best}
 
     def __str__(self) -> str:
-        return '\n'.join([self.sentences, self.table] if self.heads else [self.sentences])
+        return f'{self.sentences}\n{self.table}'
 
     @property
     def sentences(self) -> str:
@@ -331,14 +329,15 @@ class HeadReport:
         return {**origin, 'layers': [report.to_dict() for report in self.layers]}
 
     def __str__(self) -> str:
-        rows, texts, first = [MODEL_COLUMNS], [], {}
+        rows, texts = [MODEL_COLUMNS], []
+        first: Dict[str, LayerReport] = {}
         for report in self.layers:
             heads = report.heads
             masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
-            means = [f'{mass / len(heads):.0%}' for mass in masses] or ['-', '-']
+            means = [f'{mass / len(heads):.0%}' for mass in masses]
             span = f'{report.spanned[0].error:.1%}' if report.spanned else '-'
             nearest = report.summary.replace(' convolution', '').replace(', error', ':')
             rows.append([report.name, report.attention, str(len(heads)), *means, span, nearest])
-            alike = first.setdefault(report.table, report) if heads else report
+            alike = first.setdefault(report.table, report)
             texts.append(str(report) if alike is report else f'{report.sentences}\n  heads as those of {alike.name}')
         return '\n\n'.join([*texts, table(rows)])

@@ -106,7 +106,7 @@ def _own_layer(name: str, layer: AttentionLayer, x: Tensor) -> Tuple[Dict[str, A
     heads = None if layer.depends_on_content else layer.gaussian_heads()
     if heads is not None:
         data.update(centers=heads.center.tolist(), factors=heads.factor.tolist())
-    of_parts = _own_probs(layer, x, size) if layer.num_heads else {}
+    of_parts = _own_probs(layer, x, size)
     return data, {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
 
 

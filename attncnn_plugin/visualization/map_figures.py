@@ -209,15 +209,13 @@ def _relative(attention: Tensor) -> Tensor:
 
 def _table(rows: Dict[str, Row], text: str) -> Figure:
     """Draws the heads of layers, a row each."""
-    columns = max(1, *(len(titles) for _, _, titles in rows.values()))
+    columns = max(len(titles) for _, _, titles in rows.values())
     size = max(0.62, 2.6 / columns)  # inches of a map
     figure = Figure(figsize=(size * columns + 1.7, (size + 0.12) * len(rows) + 0.5), layout='constrained')
     grid, labels, drawn = figure.add_gridspec(len(rows), columns), layer_labels(rows), None
     for line, (name, (times, query, titles)) in enumerate(rows.items()):
-        panels = [figure.add_subplot(grid[line, place]) for place in range(max(len(titles), 1))]
+        panels = [figure.add_subplot(grid[line, place]) for place in range(len(titles))]
         panels[0].set_ylabel(labels[name], rotation=0, ha='right', va='center')
-        if not titles:
-            panels[0].set(xticks=[], yticks=[], title='no heads')
         for axes, own, title in zip(panels, times.numpy(), titles):
             axes.set_title(title, fontsize=6.5, pad=2)
             drawn = draw_attention(axes, own, query=query)
