@@ -185,7 +185,7 @@ adapted_groups.value = nn.Sequential(adapted_groups.value)
     'arguments, error, message',
     [
         ((nn.Linear(2, 2), 3), TypeError, 'layer is a Linear'),
-        ((ContentAttention(4, 2), 3), ValueError, "position='relative_learned'.*depend on the input"),
+        ((ContentAttention(4, 2), 3), ValueError, r'ContentAttention\(.*depend on the input'),
         ((quadratic, 0), ValueError, 'kernel_size=0'),
         ((quadratic, 3, (8,)), ValueError, r'size=\(8,\)'),
         ((quadratic, 3, 8, 'mirror'), ValueError, "padding_mode='mirror'"),
