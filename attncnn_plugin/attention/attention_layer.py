@@ -57,7 +57,7 @@ class AttentionLayer(Restructurable):
 
         The probabilities are ``(N_h, Q, K)`` for a grid or an image of ``size``, row-major, at least float32.
         """
-        raise NotImplementedError
+        return None
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
         """Returns the probabilities of a layer whose scores depend only on position: :meth:`position_probs`.

@@ -25,7 +25,7 @@ from ..attention.attention_layer import AttentionLayer, set_parameter
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..change import Successor, held_by, succession, undone
-from .seen import AnyAttention, watching, watching_outputs
+from .seen import AnyAttention, known_heads, watching, watching_outputs
 from .sizes import compute_anew, record_of
 
 Run = Callable[[], Any]
@@ -44,7 +44,7 @@ class Heads:
         name (str): The name of the module in which it runs.
         model (nn.Module): The model.
         num_heads (int): Number of heads N_h.
-        axes (dict[str, Any]): Which axes of its output are heads, by the name of each run of it.
+        axes (dict[tuple, Any]): Which entries of its batches are heads, by the name of each run and the batch's sizes.
         owners (dict[str, tuple[int, Tensor]]): Of each parameter or buffer of the model with entries for single heads,
             by name: the dimension, and which heads have each entry, ``(entries, N_h)``. Those of other libraries are
             empty until :func:`find_entries` has found them.
@@ -53,7 +53,7 @@ class Heads:
     name: str
     model: nn.Module
     num_heads: int
-    axes: Dict[str, Any] = field(default_factory=dict)
+    axes: Dict[Tuple[Any, ...], Any] = field(default_factory=dict)
     owners: Dict[str, Owners] = field(default_factory=dict)
 
     @property
@@ -177,7 +177,7 @@ def seen_heads(model: nn.Module, run: Run) -> Dict[str, Heads]:
 
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
         heads = found.setdefault(name, own.get(name) or Heads(name, model, len(attention.of_heads(output))))
-        heads.axes[attention.name] = attention.heads
+        heads.axes[attention.key] = attention.heads
 
     with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see):
         run()
@@ -225,7 +225,7 @@ def as_integers(heads: Iterable[Any], num_heads: int) -> List[int]:
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
     """Sets the outputs of heads to zero inside, as if they were removed, in training too.
 
-    The first time it runs there, it runs once more before, so that its heads are seen.
+    The first time that it runs there on inputs of some shapes, it runs once more before, so that its heads are seen.
 
     Args:
         model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
@@ -247,11 +247,12 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
     """
     layers: Dict[str, Heads] = {}
     masked: Dict[str, List[int]] = {}
-    runs = []
+    runs, shapes = [], set()
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         """Sees, before the first pass, which axes are heads."""
-        if layers or runs:
+        given = tuple(own.shape for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor))
+        if runs or given in shapes:
             return
         runs.append(module)
         try:
@@ -259,7 +260,9 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
         finally:
             runs.clear()
         masked.update(layer_names(found, heads))
-        layers.update(found)
+        for name, own in found.items():
+            layers.setdefault(name, own).axes.update(own.axes)
+        shapes.add(given)
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
@@ -273,14 +276,14 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 def masking(
     model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
 ) -> Iterator[Dict[str, List[Tensor]]]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields the outputs by layers."""
+    """Sets the outputs of heads to zero, of layers whose heads are known; yields the outputs by layers."""
     masked: Dict[str, List[Tensor]] = {}
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
         if not heads.get(name):
             return output
-        attention.heads = layers[name].axes.get(attention.name)
+        attention.heads = known_heads(attention, layers[name].axes)
         masked.setdefault(name, []).append(attention.where(heads[name], output.new_zeros(1), output))
         return masked[name][-1]
 

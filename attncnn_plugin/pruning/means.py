@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.found import Heads
-from ..heads.seen import AnyAttention, watching_outputs
+from ..heads.seen import AnyAttention, known_heads, watching_outputs
 
 
 class HeadMeans:
@@ -23,7 +23,7 @@ class HeadMeans:
         self.total = torch.zeros(sum(widths), dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.widths = widths
-        self.axes: Dict[str, Any] = {}  # which are heads, by the name of each run
+        self.axes: Dict[Any, Any] = {}  # which are heads, by the key of each run
 
     @property
     def mean(self) -> Sequence[Tensor]:
@@ -32,7 +32,7 @@ class HeadMeans:
 
     def replace(self, head: int, by_zero: bool, attention: AnyAttention, output: Tensor) -> Tensor:
         """Returns an output with that of one head at its mean, or at zero."""
-        attention.heads, mean = self.axes.get(attention.name), self.mean[head]
+        attention.heads, mean = known_heads(attention, self.axes), self.mean[head]
         return attention.where([head], torch.zeros_like(mean) if by_zero else mean, output)
 
 
@@ -53,7 +53,7 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
         heads, queries = attention.of_heads(output), attention.is_query
         found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], output.device))
-        found.axes[attention.name] = attention.heads
+        found.axes[attention.key] = attention.heads
         rows = [head.double() if queries is None else head[queries].double() for head in heads]
         found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
         found.count += rows[0].shape[:-1].numel()

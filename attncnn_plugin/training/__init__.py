@@ -22,7 +22,7 @@ Examples:
 
 from .head_pruning import PruneHeads
 from .loops import follow_with_optimizer
-from .two_phases import PhasedModule, TwoPhases, parts_in_phases, to_attention
+from .two_phases import PhasedModule, TwoPhases, parts_in_phases
 
 __all__ = [
     'PhasedModule',
@@ -30,5 +30,4 @@ __all__ = [
     'TwoPhases',
     'follow_with_optimizer',
     'parts_in_phases',
-    'to_attention',
 ]

@@ -4,6 +4,7 @@ import copy
 import sys
 import threading
 import types
+from contextlib import nullcontext
 from functools import partial
 
 import hypothesis.strategies as st
@@ -113,6 +114,7 @@ def test_scaled_dot_products(dtype, sizes, windows, mask, scale, groups, seed):
 
 Q, K, V = (torch.randn(2, 3, own, 4, dtype=torch.float64) for own in (5, 6, 6))
 FOLD = partial(torch.flatten, start_dim=0, end_dim=1)
+HEADS_FIRST = lambda own: own.transpose(0, 1).flatten(0, 1)  # noqa: E731
 KV = K.float(), V.float()
 KEPT = torch.tensor([3, 1]).view(1, 1, 2, 1).expand(2, 3, 2, 6)
 MIX = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
@@ -158,6 +160,42 @@ def by_hand(scores):
 def test_spellings(function):
     ((_, probs),) = seen(function, Q, K, V)
     close(probs, softmax_of(scores()))
+
+
+OUT = torch.randn(3, 4, 7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda q, k, v: torch.cat((scores(q, k).softmax(-1) @ v).unbind(1), -1),
+        lambda q, k, v: torch.cat([own.squeeze(1) for own in (scores(q, k).softmax(-1) @ v).split(1, 1)], -1),
+        lambda q, k, v: (lambda output: torch.cat([output[:, head] for head in range(3)], -1))(
+            scores(q, k).softmax(-1) @ v
+        ),
+        lambda q, k, v: torch.cat(
+            list(scores(q.transpose(0, 1), k.transpose(0, 1)).softmax(-1) @ v.transpose(0, 1)), -1
+        ),
+        lambda q, k, v: torch.cat((scores(HEADS_FIRST(q), HEADS_FIRST(k)).softmax(-1) @ HEADS_FIRST(v)).split(2, 0), 2),
+        lambda q, k, v: torch.stack((scores(q, k).softmax(-1) @ v).unbind(1), -2).flatten(-2),
+        lambda q, k, v: torch.einsum('bhqd,hdc->bqc', scores(q, k).softmax(-1) @ v, OUT),
+    ],
+)
+def test_heads_that_no_view_joins(function):
+    """They are followed through parts and what joins these, and to the sum over heads and channels."""
+    ((_, probs),) = seen(function, Q, K, V)
+    close(probs, softmax_of(scores()))
+
+
+@pytest.mark.parametrize('summed', [True, False])
+def test_heads_behind_frames(summed):
+    """Of ``(B, T, N_h, N, D_h)`` the third axis is heads where they are summed; a guess says that it is one."""
+    frames = [own[:, None].repeat(1, 2, 1, 1, 1) for own in (Q, K, V)]
+    end = partial(torch.einsum, 'bthqd,hdc->btqc') if summed else lambda output, _: output.mean(2)
+    with nullcontext() if summed else pytest.warns(UserWarning, match=r'of sizes \[2, 2, 3\] before .* is not seen'):
+        ((_, probs),) = seen(lambda q, k, v: end(scores(q, k).softmax(-1) @ v, OUT), *frames)
+    if summed:
+        close(probs, softmax_of(scores()).repeat_interleave(2, 0))
 
 
 @pytest.mark.parametrize(

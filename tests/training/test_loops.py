@@ -41,7 +41,6 @@ from attncnn_plugin.training import (
     follow_with_optimizer,
     head_pruning,
     parts_in_phases,
-    to_attention,
 )
 from attncnn_plugin.training.head_pruning import loss_of_batch
 
@@ -207,7 +206,7 @@ def test_the_average_keeps_its_function():
         assert own.phase == 'attn' and torch.allclose(own(IMAGES), before, atol=1e-5)
     for name, value in model.named_parameters():  # an average of two random draws would be none
         assert torch.equal(average.get_parameter(name), value) or not name.endswith('key.weight')
-    assert not parts_in_phases(model, 'conv') and to_attention(model) == []
+    assert not parts_in_phases(model, 'conv') and TwoPhases(epoch=0).on_epoch_begin(model, [], 0) == []
 
 
 def test_several_optimizers_with_names():
@@ -369,9 +368,10 @@ def test_a_compiled_model_is_the_model(build, part):
         torch.testing.assert_close(own.eval()(IMAGES), other.eval()(IMAGES), rtol=1e-3, atol=1e-4)
 
 
-def test_to_attention_of_a_compiled_model():
-    compiled = torch.compile(small_cmhsa('conv'), backend='eager')
-    assert len(to_attention(compiled)) == 1 and compiled.phase == 'attn'
+def test_a_compiled_part_counts_once():
+    model = nn.Sequential(torch.compile(small_cmhsa('conv'), backend='eager'))
+    assert len(parts_in_phases(model)) == len(TwoPhases(epoch=0).on_epoch_begin(model, [], 0)) == 1
+    assert parts_in_phases(model, 'attn') == [model[0]._orig_mod]
 
 
 def test_a_frozen_first_block():
