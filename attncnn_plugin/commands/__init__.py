@@ -127,7 +127,7 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add('--images', nargs='+', metavar='PATH', help=what)
         add('--num-images', type=natural, default=number, help=f'so many, evenly spread (default: {number})')
     if verb in ('maps', 'report', 'plot', 'rank', 'prune', 'convert'):
-        default = None if verb in ('plot', 'convert') else '*'
+        default = '*' if verb == 'prune' else None
         default_of = 'all; of --figure attention the last one' if verb == 'plot' else 'all'
         what = 'convolutions of a CNN' if verb == 'convert' else f'names of the layers (default: {default_of})'
         add('--layers', metavar='GLOB', default=default, help=what)

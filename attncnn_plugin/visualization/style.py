@@ -99,8 +99,10 @@ def draw_photo(axes: Axes, photo: Photo, grid: Sequence[int], query: Query) -> N
         axes.imshow(photo, extent=(-0.5, grid[1] - 0.5, grid[0] - 0.5, -0.5), cmap='gray', zorder=-1)
     if query is not None:
         where = (query[1] - 0.5, query[0] - 0.5), 1, 1
-        halo = [withStroke(linewidth=2, foreground='white')]
-        axes.add_patch(Rectangle(*where, facecolor='none', edgecolor='black', linewidth=1, path_effects=halo))
+        token = 72 * axes.bbox.height / axes.figure.dpi / grid[0]  # in points
+        line = min(max(0.17 * token, 0.45), 1)
+        look = dict(linewidth=line, path_effects=[withStroke(linewidth=2 * line, foreground='white')])
+        axes.add_patch(Rectangle(*where, facecolor='none', edgecolor='black', **look))
     axes.set(xticks=[], yticks=[])
 
 
