@@ -58,7 +58,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
 
     Every file is read with PyTorch's unpickler for tensors and plain data, whatever mmengine or the environment say. A
     zip file, as ``torch.save`` writes them, is first compared with its CRC-32 checksums, which costs about what reading
-    it costs, unless the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is ``0``.
+    it costs.
 
     Args:
         filename (str): The file; ``~`` is the home folder.
@@ -73,13 +73,12 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
-    check = os.environ.get('ATTNCNN_CHECK_CHECKPOINTS', '1') != '0'
     with open(path, 'rb') as file:  # a file without permission is no damaged one
         is_zip = file.read(4) == b'PK\x03\x04'
     register_safe_globals()  # again: another library's ``torch.serialization.safe_globals`` may have removed them
     is_whole = False
     try:
-        is_whole = check and is_zip and _compare_checksums(path)
+        is_whole = is_zip and _compare_checksums(path)
         loaded = torch.load(path, map_location, weights_only=True, mmap=mmap and is_zip)
     except Exception as error:  # damage makes PyTorch raise anything
         raise pickle.UnpicklingError(f'{filename} {_reason(error, is_whole)}') from error
@@ -88,7 +87,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
             f'{filename} holds a {type(loaded).__name__}, but a checkpoint is a dictionary of weights, or '
             "one that has them as its 'state_dict'"
         )
-    if check and not is_whole:
+    if not is_whole:
         warnings.warn(f'{filename} has no checksums: damage to its weights is not noticed', stacklevel=2)
     return loaded
 

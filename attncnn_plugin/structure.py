@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from .attention.images import ImageAttention, kind_of
+from .attention.images import ImageAttention
 from .attention.state_dicts import Restructurable, StructureError, read_extra_state, try_loading
 from .attention.window import CONVOLUTIONS, shown
 from .change import Change, undone
 from .checkpoint_files import load_from_local
 from .convert.convolutions import computed
 from .convert.models import apply, in_words
-from .convert.pixels import OwnConvolution, check_settings, new_attention
+from .convert.pixels import check_settings, new_attention
 from .heads.sizes import RECORD, FewerHeads, note_in_configs
 
 HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema'  # of a state dict, in a checkpoint
@@ -124,29 +124,23 @@ def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
-    """Returns the attention that a state dict has in place of a convolution or of another kind of attention, or None.
+    """Returns the attention that a state dict has in the place of a convolution, or None.
 
     Raises:
         StructureError: The convolution cannot be converted.
     """
-    if not isinstance(module, (ImageAttention, *CONVOLUTIONS)):
-        return None
-    settings = read_extra_state(state_dict, prefix)
+    settings = read_extra_state(state_dict, prefix) if isinstance(module, CONVOLUTIONS) else None
     if settings is None:
         return None
-    conv: Any = module
-    if isinstance(module, ImageAttention):
-        if not isinstance(module.from_conv, OwnConvolution) or kind_of(settings) == kind_of(module.settings):
-            return None
-        conv = module.from_conv.like(module)
+    built = settings.pop('num_heads', None)
     try:
-        plain = computed(conv)
-        attention = new_attention(conv, plain, check_settings(plain, **settings))
+        plain = computed(module)
+        attention = new_attention(module, plain, check_settings(plain, **settings))
+        if built != attention.num_heads:
+            raise ValueError(f'num_heads={built} must be {attention.num_heads}, the positions of the kernel')
     except (TypeError, ValueError) as error:
         what = f'{prefix[:-1]} ({in_words(module)})'
         raise StructureError(f'attention of the state dict cannot replace {what}: {error}') from error
-    if conv is not module:
-        attention.to_empty(device=module.value.weight.device)
     with contextlib.suppress(StructureError):  # when it loads its entries, it raises this again
         heads = attention.structure_in(state_dict, prefix)
         if heads is not None:  # some are gone

@@ -267,7 +267,7 @@ def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
 def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
     """Splits inputs of a layer into parts whose scores take 64 MiB at most, or into single images."""
     keys = math.prod(layer.grid_of(x))
-    return x.split(max(1, CHUNK_ELEMENTS // (max(layer.num_heads, 1) * keys**2)))
+    return x.split(max(1, CHUNK_ELEMENTS // (layer.num_heads * keys**2)))
 
 
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:

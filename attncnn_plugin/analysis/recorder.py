@@ -289,8 +289,7 @@ def rollout(
     rolled = Rollout()
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
-        rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
+        rolled.add(name, probs.mean(1) / 2, 0.5, places)
 
     if target is None:
         token = observe(model, inputs, visit, call=call)

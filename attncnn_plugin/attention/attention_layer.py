@@ -121,8 +121,6 @@ def head_products(query: Tensor, key: Tensor, num_heads: int) -> Tensor:
 
     They are ``(B, N_h, Q, K)``, at least float32.
     """
-    if num_heads == 0:
-        return at_least_float32(query).new_zeros(len(query), 0, query.shape[1], key.shape[1])
     with full_precision(query.device.type):
         query, key = (at_least_float32(x).unflatten(2, (num_heads, -1)).transpose(1, 2) for x in (query, key))
         return query @ (key * key.shape[-1] ** -0.5).mT

@@ -77,7 +77,7 @@ class ImageAttention(PrunableHeads):
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
-        self.settings = {'num_heads': num_heads, 'position': self.position}
+        self.settings = {'position': self.position}
         if groups == 1:
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
@@ -115,11 +115,7 @@ class ImageAttention(PrunableHeads):
         if input.ndim == ndim + 1:
             return self.forward(input[None])[0]
         x = with_regular_gradient(input)
-        if self.num_heads > 0:
-            output = self._outputs(x)
-        else:  # with a gradient
-            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)
-            output = self._output_images(no_heads, self._sizes(x))
+        output = self._outputs(x)
         # As a convolution: channels last if its weight is, or its input and the padding keeps that.
         kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
         of_input = is_channels_last(input) and self.window.padding_mode in kept
@@ -148,8 +144,6 @@ class ImageAttention(PrunableHeads):
     def position_probs(self, size: Sequence[int]) -> Tensor:
         """Returns :meth:`AttentionLayer.position_probs`; those of zeros around the image are left out."""
         pixels = at_least_float32(self.value.weight.new_ones(math.prod(size)).diag()).reshape(-1, 1, *size)
-        if self.num_heads == 0:
-            return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
         with full_precision(pixels.device.type):
             heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
@@ -185,8 +179,8 @@ class ImageAttention(PrunableHeads):
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
 
     def get_extra_state(self) -> Tensor:
-        """Returns :attr:`settings`, what the shapes do not say, as JSON in bytes."""
-        return write_extra_state(self.settings)
+        """Returns how the layer was built, as far as shapes do not say, as JSON in bytes."""
+        return write_extra_state({'num_heads': self.built_heads, **self.settings})
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`structure_in` has read it."""
@@ -195,12 +189,15 @@ class ImageAttention(PrunableHeads):
         """Returns the number of heads in a state dict; for a convolution's, all that it was built with."""
         if _is_convolution(state_dict, prefix):
             return None if self.num_heads == self.built_heads else self.built_heads
-        loaded = read_extra_state(state_dict, prefix)
-        if loaded is not None and kind_of(loaded) != kind_of(self.settings):
-            theirs, own = (', '.join(f'{k}={v}' for k, v in kind_of(x).items()) for x in (loaded, self.settings))
+        own = {'num_heads': self.built_heads, **self.settings}
+        loaded = read_extra_state(state_dict, prefix) or own
+        # α may differ: it is where a conversion starts the widths.
+        other = [name for name in {**own, **loaded} if name != 'alpha' and loaded.get(name) != own.get(name)]
+        if other:
+            words = (', '.join(f'{name}={x.get(name)}' for name in other) for x in (loaded, own))
             raise StructureError(
-                f'{prefix.rstrip(".")} has {theirs} in the state dict, but {own} in the model: build it alike, or call '
-                'attncnn_plugin.follow_state_dict(model, state_dict) first'
+                f'{prefix.rstrip(".")} has {" in the state dict, but ".join(words)} in the model: build it alike, or '
+                'turn it back by attention_to_convs and call attncnn_plugin.follow_state_dict(model, state_dict)'
             )
         return super().structure_in(state_dict, prefix)
 
@@ -224,14 +221,6 @@ class ImageAttention(PrunableHeads):
         for key in entries:
             del state_dict[prefix + key]
         state_dict.update({prefix + key: value for key, value in converted.items()})
-
-
-def kind_of(settings: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns the settings in which two layers must agree to have the same parameters and function.
-
-    Not among them are the number of heads, which a layer can take, and α, where a conversion starts the widths.
-    """
-    return {name: value for name, value in settings.items() if name not in ('num_heads', 'alpha')}
 
 
 def _is_convolution(state_dict: StateDict, prefix: str) -> bool:

@@ -12,7 +12,7 @@ from .heads import HeadParameters, PrunableHeads
 from .precision import at_least_float32, full_precision
 from .shifts import at_grid_shifts, resize_loaded, resize_shift_table
 from .softmax import softmax
-from .state_dicts import StateDict, StructureError, read_extra_state, too_many_heads, write_extra_state
+from .state_dicts import StateDict, StructureError, check_number, read_extra_state, write_extra_state
 
 # Stands for −∞: the gradient of logsumexp is NaN where all entries are −∞. Beside trained scores e^−10000 is 0.
 MASK_VALUE = -1e4
@@ -130,7 +130,7 @@ class PatchAttention(PrunableHeads):
         head_dim = dim if head_dim is None else head_dim
         self.head_dims = (head_dim,) * num_heads if isinstance(head_dim, int) else tuple(head_dim)
         self.qk_dim = dim if qk_dim is None else qk_dim
-        if len(self.head_dims) != num_heads or min(self.head_dims, default=1) < 1:
+        if len(self.head_dims) != num_heads or min(self.head_dims, default=0) < 1:
             raise ValueError(
                 f'head_dim={head_dim} must be at least 1, one for all heads or one for each of the {num_heads}'
             )
@@ -159,8 +159,6 @@ class PatchAttention(PrunableHeads):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
-        if self.num_heads == 0:
-            return self.out(x[..., :0])
         tokens = x.flatten(1, 2)
         query, key = (
             linear(tokens).unflatten(2, (self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, N_h, N, D_k)
@@ -196,8 +194,6 @@ class PatchAttention(PrunableHeads):
     def value_matrices(self) -> Tensor:
         for name in ('value', 'out'):
             check_plain_linear(name, getattr(self, name))
-        if self.num_heads == 0:
-            return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
         values = at_least_float32(self.value.weight).split(self.head_dims)  # (D_h, D)
         outs = at_least_float32(self.out.weight).split(self.head_dims, dim=1)  # (D_out, D_h)
         with full_precision(self.value.weight.device.type):
@@ -212,8 +208,8 @@ class PatchAttention(PrunableHeads):
             'position.table': (0, 1),
         }
 
-    def _note_kept(self, heads: Sequence[int]) -> None:
-        super()._note_kept(heads)
+    def note_kept(self, heads: Sequence[int]) -> None:
+        super().note_kept(heads)
         self.head_dims = tuple(self.head_dims[head] for head in heads)
 
     def get_extra_state(self) -> Tensor:
@@ -236,8 +232,7 @@ class PatchAttention(PrunableHeads):
                 raise ValueError(f'query.weight and value.weight have {rows} rows, which {state} does not explain')
         except (KeyError, TypeError, ValueError) as error:
             raise StructureError(f'{prefix}_extra_state of the state dict is damaged: {error}') from error
-        if len(head_dims) > self.built_heads:
-            raise too_many_heads(prefix, len(head_dims), self.built_heads)
+        check_number(prefix, len(head_dims), self.built_heads)
         return None if structure == (self.qk_dim, self.head_dims, self.position.null_key) else structure
 
     def take_structure(self, structure: Any) -> None:

@@ -20,12 +20,13 @@ class StructureError(ValueError, RuntimeError):
     """Raised for a state dict that fits no structure of a module; a RuntimeError, as PyTorch raises for shapes."""
 
 
-def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
-    """Returns the error for a state dict with more heads than the layer was built with."""
-    return StructureError(
-        f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it with '
-        'as many'
-    )
+def check_number(prefix: str, loaded: int, built: int) -> None:
+    """Raises :class:`StructureError` for a number of heads in a state dict that the layer cannot have."""
+    if not 1 <= loaded <= built:
+        raise StructureError(
+            f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it '
+            'with as many'
+        )
 
 
 class Restructurable(nn.Module):

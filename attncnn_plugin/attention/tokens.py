@@ -66,7 +66,7 @@ class GridAttention(PrunableHeads):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, H, W, D)`` to the same."""
-        return self.value(self.heads(x) if self.num_heads else x[..., :0])
+        return self.value(self.heads(x))
 
     def heads(self, x: Tensor) -> Tensor:
         """Computes P_h X of all heads side by side, ``(B, H, W, N_h·D)``."""

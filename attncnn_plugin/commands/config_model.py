@@ -108,11 +108,10 @@ class ConfigModel(LoadedModel):
             raise ValueError(f'{self.name} has no train_dataloader: give --images FOLDER')
         settings = {**self.config.train_dataloader, 'batch_size': min(number, BATCH_SIZE)}
         loader = Runner.build_dataloader(settings, seed=0)
-        return (
-            [batch for batch, _ in zip(loader, range(-(-number // BATCH_SIZE)))],
-            training_loss,
-            'its training labels say',
-        )
+        batches = [batch for batch, _ in zip(loader, range(-(-number // BATCH_SIZE)))]
+        if isinstance(self.model, ImageClassifier) and 'gt_score' not in batches[0]['data_samples'][0]:
+            self.model.head.cal_acc = True  # its loss comes with the accuracy
+        return batches, training_loss, 'its training labels say'
 
     def _read_file(self, path: str) -> Tensor:
         loader, rest = self._pipeline

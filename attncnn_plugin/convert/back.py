@@ -12,6 +12,7 @@ from ..attention.attention_layer import check_plain_linear
 from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
+from ..heads.found import own_heads
 from .convolutions import Computed, Convolution, block_norms, convolution_with
 from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
 
@@ -30,14 +31,12 @@ class ConvFit:
 
     Attributes:
         size (tuple[int, ...]): Size of the grid that the fit is for and that the bound holds at.
-        shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
-        coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, float64.
+        coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, in the order of the kernel's entries, float64.
         residual (Tensor): ‖E_h‖_F / ‖P_h‖_F of each head, ``(N_h,)``, float64.
         bound (float): The bound.
     """
 
     size: Tuple[int, ...]
-    shifts: Tensor
     coefficients: Tensor
     residual: Tensor
     bound: float
@@ -74,7 +73,7 @@ def mhsa_to_conv(
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
-        ValueError: The probabilities of ``layer`` depend on content; it has no heads; a ``kernel_size``, a
+        ValueError: The probabilities of ``layer`` depend on content; a ``kernel_size``, a
             ``padding_mode`` or a padding that does not go with ``layer``; a ``size`` that is too small for the window
             or the padding mode.
         RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
@@ -100,8 +99,6 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     # Attention by content without queries or keys yet has the same probabilities for all images.
     if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
-    if layer.num_heads == 0:
-        raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
@@ -134,7 +131,7 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     if bound.any():  # the norms are most of the work
         bound = block_norms(value, groups)[:, None] * bound
     bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
-    fit = ConvFit(size, window.shifts(), coefficients, residual, bound.max().item())
+    fit = ConvFit(size, coefficients, residual, bound.max().item())
     bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
@@ -148,7 +145,7 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
         some = exact
         if at_once < len(numbers):
             some = copy.deepcopy(exact)
-            some.prune_heads([*numbers[:start], *numbers[start + at_once :]])
+            own_heads(some)[''].cut([*numbers[:start], *numbers[start + at_once :]])
         if isinstance(some, ContentImageAttention):
             yield some.attention_scores(image)[0, ..., :-1].exp()  # without the null key
         else:

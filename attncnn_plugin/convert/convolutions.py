@@ -60,8 +60,6 @@ def computed(conv: Any) -> Computed:
             else than its attributes describe.
         ValueError: An attribute is no size.
     """
-    if isinstance(conv, Computed):
-        return conv
     kind = f'conv is a {type(conv).__name__}'
     if not isinstance(conv, CONVOLUTIONS):
         raise TypeError(f'{kind}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted')

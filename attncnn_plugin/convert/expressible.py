@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..attention.attention_layer import AttentionLayer
 from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
 
+TOLERANCE = 1e-6  # residual up to which a shift is expressible, and singular value up to which a direction is not there
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
 
@@ -28,7 +29,7 @@ class Expressibility:
     Attributes:
         kernel_size (tuple[int, int]): The kernel size.
         expressible, missing (list[tuple[int, int]]): The (row, column) shifts δ = k − q that can and cannot be
-            expressed.
+            expressed: to a residual of 1e-6, maps being independent from a singular value of 1e-6 of the largest on.
         residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
         error (float): Relative error of the attention that comes nearest to a random kernel, whose weights have
@@ -37,7 +38,6 @@ class Expressibility:
         worst (float): The largest relative error over all kernels, 1 with fewer heads than positions. The heads span
             every kernel to this error.
         rank (int): Rank of the heads' maps over all chosen queries at once.
-        tolerance (float): Residual up to which a shift is expressible.
     """
 
     kernel_size: Tuple[int, ...]
@@ -47,10 +47,9 @@ class Expressibility:
     error: float
     worst: float
     rank: int
-    tolerance: float
 
     def __str__(self) -> str:
-        random, every = (f'{100 * error if error > self.tolerance else 0:.3g}%' for error in (self.error, self.worst))
+        random, every = (f'{100 * error if error > TOLERANCE else 0:.3g}%' for error in (self.error, self.worst))
         words = f'the heads span a random {"x".join(map(str, self.kernel_size))} kernel to within {random}, '
         words += f'any to within {every}'
         named = ', '.join(map(str, self.expressible)) if self.missing else ''
@@ -58,9 +57,7 @@ class Expressibility:
 
 
 @torch.no_grad()
-def expressible_shifts(
-    layer: AttentionLayer, kernel_size: Sizes, size: Sizes, queries: str = 'all', tolerance: float = 1e-6
-) -> Expressibility:
+def expressible_shifts(layer: AttentionLayer, kernel_size: Sizes, size: Sizes, queries: str = 'all') -> Expressibility:
     """Finds the shifts of a kernel that a layer can express, whatever its value matrix (C20, Lemma 3 and appendix D).
 
     As V_h is the same at every query, all kernels can be expressed if and only if each S_δ, over all queries at once,
@@ -75,14 +72,11 @@ def expressible_shifts(
         queries (str): The queries at which the layer has to be the convolution: ``'interior'``, whose whole window lies
             inside the grid, or ``'all'``, with zero padding: S_δ is 0 where q + δ is outside, while a hard quadratic
             head attends to the nearest pixel there. Defaults to ``'all'``.
-        tolerance (float): Relative residual up to which a shift is expressible, and singular value, relative to the
-            largest one of maps scaled to norm 1, up to which a direction of their span is not counted. Defaults to
-            1e-6.
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
         ValueError: The scores of ``layer`` depend on content; it has other queries than the pixels; ``queries`` is
-            unknown; ``tolerance`` is not between 0 and 1; no window lies inside the grid, with ``'interior'``.
+            unknown; no window lies inside the grid, with ``'interior'``.
 
     Examples:
         Heads at five of the nine shifts of a 3x3 kernel cannot express the other four:
@@ -107,18 +101,14 @@ def expressible_shifts(
                 f'layer has {own.num_queries(axis, n)} queries along axis {axis} of {n} pixels, {own}: one output for '
                 "each query is needed, that of each pixel, as with stride 1 and padding='same'"
             )
-    return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries, tolerance)
+    return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries)
 
 
 @torch.no_grad()
-def expressible_shifts_of_maps(
-    probs: Tensor, kernel_size: Sizes, size: Sizes, queries: str = 'all', tolerance: float = 1e-6
-) -> Expressibility:
+def expressible_shifts_of_maps(probs: Tensor, kernel_size: Sizes, size: Sizes, queries: str = 'all') -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
     check_choice('queries', queries, ('all', 'interior'))
-    if not 0 < tolerance < 1:
-        raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
     inside = interior_queries(window, size)
     chosen = (inside if queries == 'interior' else torch.ones_like(inside)).nonzero()[:, 0]
     if not len(chosen):
@@ -130,15 +120,14 @@ def expressible_shifts_of_maps(
     maps, shifts = _triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     norms = maps.norm(dim=0)
     basis, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
-    span = basis[:, singular > tolerance * singular[:1]]  # a head can see only padding
+    span = basis[:, singular > TOLERANCE * singular[:1]]  # a head can see only padding
     # The S_δ are orthogonal. ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
     lengths, left = shifts.norm(dim=0), shifts - span @ (span.T @ shifts)
     error, left = (left.norm() / lengths.norm()).item(), left / lengths.clamp_min(1)
     worst, residual = torch.linalg.matrix_norm(left, 2).item(), left.norm(dim=0)
-    near = residual <= tolerance
+    near = residual <= TOLERANCE
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
-    rank = span.shape[1]
-    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), error, worst, rank, tolerance)
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), error, worst, span.shape[1])
 
 
 def _triangle(probs: Tensor, target: Tensor, queries: Tensor) -> Tensor:

@@ -32,12 +32,11 @@ from ..change import (
 from ..heads.found import floats_in, same_numbers
 from ..heads.sizes import FewerHeads, number_of_heads
 from .back import ConvFit, nearest_kernel
-from .convolutions import Convolution, convolution_with
+from .convolutions import Convolution, computed, convolution_with
 from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
 Named = Mapping[str, Any]  # layers of a model, or what belongs to them, by name
-NONE: Named = MappingProxyType({})
-Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
+Layers = Union[str, Iterable[str]]
 
 
 @torch.inference_mode(False)
@@ -50,11 +49,10 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
 
     Args:
         model (nn.Module): Any model of timm, torchvision, mmpretrain or another library.
-        layers (str | Iterable[str] | callable): The layers to convert: the name of a convolution, a glob such as
-            ``'layer4.*.conv*'``, whose ``*`` stands for dots too, several of these, or a function that says of a name
-            and a module whether to convert it. Globs and functions choose only convolutions.
+        layers (str | Iterable[str]): The layers to convert: the name of a convolution, a glob such as
+            ``'layer4.*.conv*'``, whose ``*`` stands for dots too and which chooses only convolutions, or several.
         inputs (Any, optional): An example batch, which the model is called with as its only argument, before and after,
-            in evaluation mode: the report then has how far the outputs move. Defaults to None, no run.
+            in evaluation mode: the result then says how far the outputs move. Defaults to None, no run.
         **settings (Any): For each layer as of :func:`~attncnn_plugin.convert.conv_to_mhsa`, such as ``alpha=6``.
 
     Returns:
@@ -64,8 +62,9 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
         TypeError: A layer cannot be converted, such as a transposed convolution; or the model is wrapped for
             distributed training.
         ValueError: ``layers`` chooses no convolution; a layer is used under two names, shares its weight, or has hooks
-            or parametrizations; an argument does not go with a layer; or, with ``inputs``, the model reads of a layer
-            what attention does not have, or calls it by another way than as a submodule.
+            or parametrizations; an argument does not go with a layer; or, with ``inputs``, the model calls a layer by
+            another way than as a submodule.
+        AttributeError: With ``inputs``, the model reads of a layer what attention does not have.
 
     Examples:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
@@ -77,9 +76,7 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
     check_replaceable(model, chosen)
 
     attention, reports = _convert_each(chosen, lambda conv: conv_to_mhsa(conv, **settings))
-    moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
-    reports = {name: dataclasses.replace(report, drift=moved.get(name)) for name, report in reports.items()}
-    return apply(model, attention, reports, drift)
+    return apply(model, attention, reports, None if inputs is None else drift(model, chosen, attention, inputs))
 
 
 @torch.inference_mode(False)
@@ -98,8 +95,8 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
         Change: The layers before and after, each with its :class:`ConvFit`.
 
     Raises:
-        ValueError: ``tolerance`` is negative; there is no such layer inside; one is no convolution, or is used
-            under two names, shares a parameter, or has hooks or parametrizations.
+        ValueError: There is no such layer inside; one is no convolution up to the tolerance, or is used under two
+            names, shares a parameter, or has hooks or parametrizations.
         RuntimeError: A linear map of a layer is more than its weight and bias, for instance an adapter.
 
     Examples:
@@ -109,8 +106,6 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
         >>> bool((model[0].weight == kernel).all())
         True
     """
-    if not tolerance >= 0:
-        raise ValueError(f'tolerance={tolerance} must be at least 0')
     modules = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in modules if name and isinstance(module, ImageAttention)}
     if not layers:
@@ -152,7 +147,9 @@ def _convert_each(layers: Named, convert: Callable[[Any], Tuple[Any, Any]]) -> T
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def apply(model: nn.Module, structures: Named, reports: Named = NONE, drift: Optional[float] = None) -> Change:
+def apply(
+    model: nn.Module, structures: Named, reports: Named = MappingProxyType({}), drift: Optional[float] = None
+) -> Change:
     """Gives modules of a model, by name, other structures; after an error nothing has changed.
 
     Args:
@@ -169,26 +166,24 @@ def apply(model: nn.Module, structures: Named, reports: Named = NONE, drift: Opt
         for name, structure in structures.items():
             module: Any = model.get_submodule(name)
             new = module
-            what, size, change = _in_words(module, structure, 'before'), number_of_parameters(module), None
+            fewer = structure if isinstance(structure, FewerHeads) else None
+            what = in_words(module) if fewer is None else number_of_heads(fewer.before)
+            size, change = number_of_parameters(module), None
             if isinstance(structure, nn.Module):
                 new = structure
                 replaced.update(within(name, successors(module, new)))
                 model.set_submodule(name, new)
-            elif isinstance(structure, FewerHeads):
-                structure.apply(module)
+            elif fewer is not None:
+                fewer.apply(module)
             else:
                 change = module.take_structure(structure)
             if change is None:
-                sizes = size, number_of_parameters(new)
-                layers.append(LayerChange(name, what, _in_words(new, structure, 'left'), *sizes, reports.get(name)))
+                now = in_words(new) if fewer is None else number_of_heads(fewer.left)
+                layers.append(LayerChange(name, what, now, size, number_of_parameters(new), reports.get(name)))
             else:
                 layers += [dataclasses.replace(own, name=f'{name}.{own.name}'.lstrip('.')) for own in change.layers]
                 replaced.update(within(name, change.replaced))
     return Change(tuple(layers), before, number_of_parameters(model), replaced, drift)
-
-
-def _in_words(module: nn.Module, structure: Any, when: str) -> str:
-    return number_of_heads(getattr(structure, when)) if isinstance(structure, FewerHeads) else in_words(module)
 
 
 def in_words(layer: Any) -> str:
@@ -198,7 +193,7 @@ def in_words(layer: Any) -> str:
         name = f'{"×".join(map(str, kernel))} kernel'
         return name if set(stride) == {1} else f'{name}, stride {"×".join(map(str, stride))}'
     heads = getattr(layer, 'num_heads', None)
-    return type(layer).__name__ if heads is None else '1 head' if heads == 1 else f'{heads} heads'
+    return type(layer).__name__ if heads is None else number_of_heads(heads)
 
 
 def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Successor]:
@@ -231,70 +226,50 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
 
 
 def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
-    """Returns the convolutions of a model, by name, that names, globs or a predicate choose, also transposed ones.
+    """Returns the convolutions of a model, by name, that names or globs choose, also transposed ones.
 
     It raises ``ValueError`` for what chooses none.
     """
     modules = model.named_modules(remove_duplicate=False)
     convolutions = {name: module for name, module in modules if name and isinstance(module, _ConvNd)}
-    if not convolutions:
-        raise ValueError(
-            f'model is a {type(model).__name__} without convolutions inside: there is nothing to convert '
-            '(conv_to_mhsa converts a bare one)'
-        )
-    several = isinstance(layers, Iterable) and not isinstance(layers, str)
-    patterns: List[Any] = list(cast(Iterable[Any], layers)) if several else [layers]
-    if not patterns:
-        raise ValueError('layers names no layer: give at least one name or glob')
-    if not all(callable(pattern) or isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
-    chosen = set()
-    for pattern in patterns:
-        found = [
-            name
-            for name, conv in convolutions.items()
-            if (pattern(name, conv) if callable(pattern) else fnmatchcase(name, pattern))
-        ]
-        if not found:
-            number = len(convolutions)
-            some = ', '.join([*convolutions][:6]) + (f' … ({number} of them)' if number > 6 else '')
+    patterns: List[Any] = [*layers] if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f'layers={shown(layers)} must be a name, a glob such as "layer4.*.conv*", or a list of these')
+    chosen = {pattern: [name for name in convolutions if fnmatchcase(name, pattern)] for pattern in patterns}
+    for pattern, names in chosen.items():
+        if not names:
+            some = ', '.join([*convolutions][:6]) + (' …' if len(convolutions) > 6 else '')
             raise ValueError(
-                f'layers={pattern!r} matches none of the convolutions of the model, {some}; a glob such as '
-                "'layer4.*' stands for all that are inside"
+                f'layers={pattern!r} matches none of the {len(convolutions)} convolutions in the '
+                f"{type(model).__name__}: {some or 'conv_to_mhsa converts a bare one'}; a glob such as 'layer4.*' "
+                'stands for all that are inside'
             )
-        chosen.update(found)
-    return {name: cast(Convolution, conv) for name, conv in convolutions.items() if name in chosen}
+    every = {name for names in chosen.values() for name in names}
+    return {name: cast(Convolution, conv) for name, conv in convolutions.items() if name in every}
 
 
 def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:
     """Refuses what :func:`convs_to_attention` would refuse; returns the names of the layers."""
     chosen = find_convolutions(model, layers)
     check_replaceable(model, chosen)
-    _convert_each(chosen, lambda conv: (check_settings(conv, **settings), None))
+    _convert_each(chosen, lambda conv: (check_settings(computed(conv), **settings), None))
     return list(chosen)
 
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Refuses layers of a model, by name, that cannot be replaced so that everything else stays as it is."""
     check_not_distributed(model)
-    places: Dict[Any, List[str]] = {}  # names of modules and parameters
-    for named in (model.named_modules, model.named_parameters):
-        for name, own in cast(Any, named)(remove_duplicate=False):
-            places.setdefault(own, []).append(name)
+    places: Dict[nn.Parameter, List[str]] = {}  # their names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
     for name, layer in layers.items():
-        names = places[layer]
-        if len(names) > 1:
-            raise ValueError(
-                f'{name} is the same module as {names[names[0] == name]}: give each place a layer of its own, '
-                'copy.deepcopy for instance, or convert neither'
-            )
         for part in layer.modules():
             _check_plain(name, part)
         for parameter in layer.parameters():
             if len(places[parameter]) > 1:
                 raise ValueError(
-                    f'{name} shares a parameter, {" and ".join(places[parameter])} are one: give each its own, or '
-                    'leave the layer out'
+                    f'{name} shares a parameter, {" and ".join(places[parameter])} are one: give each place its own, '
+                    'by copy.deepcopy for instance, or leave the layer out'
                 )
 
 
@@ -313,34 +288,19 @@ def _check_plain(name: str, layer: nn.Module) -> None:
             raise ValueError(f'{name}.{key} has hooks: remove them first')
 
 
-def _squares(old: Tensor, new: Tensor) -> Tuple[float, float]:
-    """Returns ‖Y − Y'‖² and ‖Y‖²."""
-    old, new = old.to(widest_float(old)), new.to(widest_float(new))
-    return (old - new).square().sum().item(), old.square().sum().item()
-
-
-def _relative(squares: List[Tuple[float, float]]) -> float:
-    error, norm = (sum(column) for column in zip(*squares))
-    return (error / norm) ** 0.5 if norm else float(error > 0)
-
-
-def drifts(
+def drift(
     model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
-) -> Tuple[Dict[str, float], Optional[float]]:
+) -> Optional[float]:
     """Runs a model in evaluation mode, first as it is, then with some layers, by name, replaced, and puts it back.
 
     Returns:
-        tuple[dict[str, float], float | None]: ‖Y − Y'‖/‖Y‖ of the outputs of each layer that was called, and of the
-        model's, None, with a warning, where these have no floating numbers or other shapes than before.
+        float | None: ‖Y − Y'‖/‖Y‖ of the model's outputs before and after; None, with a warning, where these have no
+        floating numbers or other shapes than before.
 
     Raises:
-        ValueError: A layer is still called after it was replaced, or something of it is read that is not there.
+        AttributeError: The model reads of a layer what attention does not have.
+        ValueError: A layer is still called after it was replaced.
     """
-    squares: Dict[str, List[Tuple[float, float]]] = {}
-
-    def compare(name: str, module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: Tensor) -> None:
-        (x,) = (*args, *kwargs.values())  # conv(x) or conv(input=x)
-        squares.setdefault(name, []).append(_squares(output, replacements[name](x)))
 
     def refuse(name: str, module: nn.Module, inputs: Any) -> None:
         raise ValueError(
@@ -350,27 +310,18 @@ def drifts(
 
     kept = undone([model, *replacements.values()], model.buffers())
     with kept, evaluating(model), same_numbers(), torch.no_grad():
-        for name, conv in layers.items():
-            conv.register_forward_hook(partial(compare, name), with_kwargs=True)
         before = list(floats_in(model(inputs)))
-        for name, conv in layers.items():
-            conv._forward_hooks.clear()
-            conv.register_forward_pre_hook(partial(refuse, name))
+        for name, layer in layers.items():
+            layer.register_forward_pre_hook(partial(refuse, name))
             model.set_submodule(name, replacements[name])
-        try:
-            after = list(floats_in(model(inputs)))
-        except AttributeError as error:
-            names = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
-            raise ValueError(
-                f'the model reads what {names[0] if names else "a convolution"} has and attention does not: {error}; '
-                'leave that layer out'
-            ) from error
-    same = before and [own.shape for own in before] == [own.shape for own in after]
-    drift = _relative([_squares(*own) for own in zip(before, after)]) if same else None
-    if drift is None:
+        after = list(floats_in(model(inputs)))
+    if not before or [own.shape for own in before] != [own.shape for own in after]:
         warnings.warn(
             'the drift of the model is not known: its outputs have no floating numbers, or other shapes than before, '
-            "as a detector's boxes can have; only the drifts of the layers say something",
+            "as a detector's boxes can have",
             stacklevel=3,
         )
-    return {name: _relative(own) for name, own in squares.items()}, drift
+        return None
+    old, new = (torch.cat([own.to('cpu', widest_float(own)).flatten() for own in each]) for each in (before, after))
+    error, norm = (old - new).norm().item(), old.norm().item()
+    return error / norm if norm else float(error > 0)

@@ -89,37 +89,27 @@ def attend_like_convolution(attention: PatchAttention, conv: nn.Conv2d, patch_si
 
     Head r has the position bias M at its shift δ_r and 0 elsewhere. W^V picks the pixels that the convolution reads in
     the patch there, and W^O has their weights; a head that is wider than needed picks other pixels too. W^Q becomes
-    zero and W^K stays as it is: were both zero, neither would ever get a gradient. Heads beyond those of the shifts get
-    no weight, nor do shifts that lead out of the grid of the position bias from every patch.
+    zero and W^K stays as it is: were both zero, neither would ever get a gradient. Shifts that lead out of the grid of
+    the position bias from every patch get no weight.
 
     Args:
-        attention (PatchAttention): The attention, whose output has a bias.
+        attention (PatchAttention): The attention, with heads as of :func:`choose_head_dims` and a bias of the output.
         conv (nn.Conv2d): The convolution, with stride 1, padding ``'same'`` and a bias.
         patch_size (int): The side P of a patch.
         attn_bias (float): M. With 40 only rounding differs: e^−40 is 4e-18.
-
-    Raises:
-        ValueError: The attention has too few heads, or one that is too narrow.
     """
-    shifts = patch_shifts(conv.kernel_size, patch_size)
-    if attention.num_heads < len(shifts):
-        raise ValueError(
-            f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
-            f'{patch_size}x{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)'
-        )
     table, out, bias = attention.position.table, attention.out, cast(Tensor, conv.bias)
     for weight in (attention.query.weight, out.weight, table):
         nn.init.zeros_(weight)
     kernel = F.pad(conv.weight.flatten(2).permute(2, 0, 1), (0, 0, 0, 0, 0, 1))  # (K + 1, C_out, C_in); −1 is 0
-    for head, (width, end) in enumerate(zip(attention.head_dims, itertools.accumulate(attention.head_dims))):
-        entry = [n + size // 2 for n, size in zip(shifts[head], table.shape[1:])] if head < len(shifts) else [-1, -1]
+    shifts, ends = patch_shifts(conv.kernel_size, patch_size), itertools.accumulate(attention.head_dims)
+    for head, (shift, width, end) in enumerate(zip(shifts, attention.head_dims, ends)):
+        entry = [n + size // 2 for n, size in zip(shift, table.shape[1:])]
         # A shift that the table does not have leads to padding from every patch.
         if all(0 <= n < size for n, size in zip(entry, table.shape[1:])):
             table[head, entry[0], entry[1]] = attn_bias
-            positions = kernel_positions(conv.kernel_size, patch_size, shifts[head])
+            positions = kernel_positions(conv.kernel_size, patch_size, shift)
             read = (positions >= 0).any(0).repeat(conv.in_channels)
-            if width < read.sum():
-                raise ValueError(f'a head of {width} channels is too narrow for the patch at {shifts[head]}')
             # Those that are read, then others, in order.
             pixels = read.int().argsort(descending=True, stable=True)[:width].sort().values
             matrix = (

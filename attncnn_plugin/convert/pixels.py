@@ -6,10 +6,10 @@ With content, heads begin with W^Q = 0 (Li et al. 2021); the gate is that of d'A
 import copy
 import math
 import zlib
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
+from typing import Any, Dict, Mapping, Optional, Tuple, cast
 
 import torch
 from torch import Tensor
@@ -43,37 +43,18 @@ class ConversionReport:
     """How far attention over pixels is from the convolution that it replaces.
 
     Attributes:
-        num_heads (int): Number of heads, one for each position of the kernel.
         relative_error (float): ‖M − M'‖/‖M‖ in the Frobenius norm, 0 for a kernel of zeros. M is the kernel of the
             convolution. M' is that of the attention as its parameters are stored, which has all pixels that a head sees
             in an image without end.
-        alpha (float): Width α of the heads, as stored.
         deviation (float): The largest share of a head that goes to other pixels than its own, at any pixel of any
             image.
-        conv (Computed | None): The convolution as it was, where ``deviation`` is not 0: for :attr:`output_bound`.
-        drift (float | None): ‖Y − Y'‖/‖Y‖ of the outputs of the layer before and after for the example input; None
-            without an example, or where the model does not use the layer.
     """
 
-    num_heads: int
     relative_error: float
-    alpha: float
     deviation: float
-    conv: Optional[Computed] = field(default=None, repr=False, compare=False)
-    drift: Optional[float] = None
-
-    @cached_property
-    def output_bound(self) -> float:
-        """The largest possible error of an output, up to rounding, for pixels of norm 1."""
-        if self.conv is None:
-            return 0.0
-        # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
-        kernel = self.conv.weight.double().flatten(2)
-        return 2 * self.deviation * block_norms(kernel, self.conv.groups).sum().item()
 
     def __str__(self) -> str:
-        drift = '' if self.drift is None else f', drift {self.drift:.3g}'
-        return f'error {self.relative_error:.3g}{drift}'
+        return f'error {self.relative_error:.3g}'
 
 
 @torch.no_grad()
@@ -85,7 +66,6 @@ def conv_to_mhsa(
     position: str = 'gaussian',
     window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
-    num_heads: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
     """Turns a convolution into multi-head self-attention that takes the same images and computes the same outputs.
@@ -117,21 +97,19 @@ def conv_to_mhsa(
             Defaults to None, the whole image, and for a table to the least that holds the kernel.
         qk_dim (int, optional): With content, channels D_k of a head's queries and keys. Defaults to the channels
             divided by the heads, at least 8.
-        num_heads (int, optional): The number of kernel positions, which the settings in a state dict have; no other
-            number will do.
         generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
 
     Raises:
         TypeError: ``conv`` is not one of these, has no weights yet, or not real ones, or it computes something else
             than its attributes describe.
-        ValueError: ``alpha`` is not from 0.1 to 1e6; another ``num_heads``; a weight is not finite, or not there (on
-            the meta device); an unknown ``content`` or ``position``; a ``window_size`` that is not odd or does not hold
-            the kernel; an argument of content without it.
+        ValueError: ``alpha`` is not from 0.1 to 1e6; a weight is not finite, or not there (on the meta device); an
+            unknown ``content`` or ``position``; a ``window_size`` that is not odd or does not hold the kernel; an
+            argument of content without it.
 
     Examples:
         >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
         >>> attention, report = conv_to_mhsa(conv)
-        >>> report.num_heads, report.relative_error
+        >>> attention.num_heads, report.relative_error
         (9, 0.0)
         >>> images = torch.randn(2, 3, 10, 12)
         >>> torch.allclose(attention(images), conv(images), atol=1e-5)
@@ -144,7 +122,7 @@ def conv_to_mhsa(
         (0.0098, True)
     """
     plain = computed(conv)
-    settings = check_settings(plain, alpha, content, position, window_size, qk_dim, num_heads)
+    settings = check_settings(plain, alpha, content, position, window_size, qk_dim)
     if plain.weight.is_meta:
         raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
     attention = new_attention(conv, plain, settings)
@@ -168,26 +146,19 @@ def conv_to_mhsa(
 
 
 def check_settings(
-    conv: Union[Convolution, Computed],
+    conv: Computed,
     alpha: Optional[float] = None,
     content: Optional[str] = None,
     position: str = 'gaussian',
     window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
-    num_heads: Optional[int] = None,
 ) -> Dict[str, Any]:
     """Returns the arguments of :func:`conv_to_mhsa` as plain values, with their defaults for a convolution.
 
     Raises:
-        TypeError, ValueError: See :func:`conv_to_mhsa`.
+        ValueError: See :func:`conv_to_mhsa`.
     """
-    window = computed(conv).window
-    positions = math.prod(window.kernel_size)
-    if num_heads is not None and not (isinstance(num_heads, Integral) and num_heads == positions):
-        raise ValueError(
-            f'num_heads={shown(num_heads)} must be {positions}, the positions of the kernel: heads can be removed '
-            'afterwards'
-        )
+    window = conv.window
     check_choice('position', position, POSITIONS)
     check_choice('content', content, CONTENTS)
     settings: Dict[str, Any] = {'position': position}
@@ -204,7 +175,7 @@ def check_settings(
             raise ValueError(f"{given} is for attention by content: add content='additive' or 'gated'")
         return settings
     if qk_dim is None:
-        qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / positions))
+        qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / math.prod(window.kernel_size)))
     if not isinstance(qk_dim, Integral) or isinstance(qk_dim, bool) or qk_dim < 1:
         raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
     least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
@@ -230,24 +201,22 @@ class OwnConvolution:
 
     conv: Any
 
-    def like(self, attention: ImageAttention) -> Any:
-        """Returns a copy with the device, the dtype, the mode and the ``requires_grad`` of a layer."""
-        to = attention.value.weight
-        conv = copy_with(self.conv, lambda x: moved_copy(x, to.device, to.dtype))
-        for key, own in attention.value.named_parameters(recurse=False):
-            conv.get_parameter(key).requires_grad_(own.requires_grad)
-        return conv.train(attention.training)
-
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
         """Returns the convolution with a new kernel, and the largest error of an output for pixels of norm 1.
 
-        There is an error where it computes its weights, and those that it has, from when it became attention, give
-        another kernel.
+        Its device, dtype, mode and ``requires_grad`` are those of the layer. There is an error where it computes its
+        weights, and those that it has, from when it became attention, give another kernel.
         """
-        conv = self.like(attention)
-        at, new = kernel.weight.device, {id(conv.weight): kernel.weight, id(conv.bias): cast(Tensor, kernel.bias)}
-        # With the strides that they had.
-        conv = copy_with(conv, lambda x: torch.empty_like(x, device=at).copy_(new[id(x)]) if x.is_meta else x)
+        like, new = kernel.weight, {id(self.conv.weight): kernel.weight, id(self.conv.bias): kernel.bias}
+
+        def renewed(x: Tensor) -> Tensor:
+            value = new.get(id(x)) if x.is_meta else None
+            copied = moved_copy(x, like.device, like.dtype)
+            return copied if value is None else torch.empty_like(copied, device=like.device).copy_(value)  # its strides
+
+        conv = copy_with(self.conv, renewed).train(attention.training)
+        for key, own in attention.value.named_parameters(recurse=False):
+            conv.get_parameter(key).requires_grad_(own.requires_grad)
         lost, found = 0.0, computed(conv)
         if not found.own:
             lost = block_norms((found.weight - kernel.weight).double().flatten(2), kernel.groups).sum().item()
@@ -320,8 +289,7 @@ def _place_heads(attention: Any, conv: Computed, alpha: float, pixels: Tensor, s
     matrix = torch.linalg.qr(matrix.T, mode='r').R.T  # K×K at most, with the same norms
     total = matrix.norm()
     error = ((differences.T @ matrix).norm() / total).item() if total > 0 else 0.0  # ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖M‖
-    kept = replace(conv, weight=conv.weight.clone()) if deviation > 0 else None
-    return ConversionReport(len(shifts), error, alpha, deviation, conv=kept)
+    return ConversionReport(error, deviation)
 
 
 def pixels_around(window: Window, alpha: float) -> Tensor:

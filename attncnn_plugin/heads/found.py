@@ -6,10 +6,12 @@ all heads share.
 """
 
 import itertools
+import operator
 import os
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
@@ -20,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.heads import PrunableHeads, check_heads
+from ..attention.heads import PrunableHeads, set_parameter
 from ..attention.window import shown
-from ..change import held_by, undone
+from ..change import Successor, held_by, succession, undone
 from .seen import AnyAttention, watching, watching_outputs
 from .sizes import compute_anew, record_of
 
@@ -35,8 +37,8 @@ BLOCK = r'(?:^|\.)(?:blocks|layers?)\.(?:encoder_layer_)?({})(?:\.|$)'
 
 
 @dataclass(eq=False)
-class FoundHeads:
-    """The heads of an attention layer of another library.
+class Heads:
+    """The heads of one attention of a model, of this package or of another library.
 
     Attributes:
         name (str): The name of the module in which it runs.
@@ -44,7 +46,8 @@ class FoundHeads:
         num_heads (int): Number of heads N_h.
         axes (dict[str, Any]): Which axes of its output are heads, by the name of each run of it.
         owners (dict[str, tuple[int, Tensor]]): Of each parameter or buffer of the model with entries for single heads,
-            by name: the dimension, and which heads have each entry, ``(entries, N_h)``.
+            by name: the dimension, and which heads have each entry, ``(entries, N_h)``. Those of other libraries are
+            empty until :func:`find_entries` has found them.
     """
 
     name: str
@@ -52,6 +55,12 @@ class FoundHeads:
     num_heads: int
     axes: Dict[str, Any] = field(default_factory=dict)
     owners: Dict[str, Owners] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> Any:
+        """The attention layer of this package; None for attention of another library."""
+        module = self.model.get_submodule(self.name)
+        return module if isinstance(module, PrunableHeads) else None
 
     @property
     def home(self) -> str:
@@ -64,7 +73,8 @@ class FoundHeads:
         """Number of heads that it was built with."""
         path = self.name.split('.')
         around = [record_of(self.model.get_submodule('.'.join(path[:end]))) for end in range(len(path), -1, -1)]
-        return next((record[0] for record in around if record is not None), self.num_heads)
+        built = getattr(self.layer, 'built_heads', self.num_heads)
+        return next((record[0] for record in around if record is not None), built)
 
     @property
     def output(self) -> Any:
@@ -89,16 +99,44 @@ class FoundHeads:
             for name, (dim, owners) in self.owners.items()
         }
 
-    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
-        """Returns heads as integers.
+    def cut(self, heads: Sequence[int]) -> Dict[nn.Parameter, Successor]:
+        """Cuts the entries of some heads out of the model; returns what replaced each parameter.
+
+        A layer of this package then has fewer heads; for attention of other libraries see
+        :func:`~attncnn_plugin.heads.sizes.set_sizes`.
 
         Raises:
-            ValueError: A head that is not there, or all of them: its forward pass needs one.
+            ValueError: A parameter has a hook or an attribute that may not fit what takes its place.
         """
-        return check_heads(heads, self.num_heads, allow_empty and not heads)
+        replaced, buffers = {}, dict(self.model.named_buffers())
+        for name, (dim, index) in self.kept(heads).items():
+            select = partial(_select, dim, index)
+            if name in buffers:
+                path, _, leaf = name.rpartition('.')
+                setattr(self.model.get_submodule(path), leaf, select(buffers[name]))
+                continue
+            old = self.model.get_parameter(name)
+            new = nn.Parameter(select(old), requires_grad=old.requires_grad)
+            new.grad = None if old.grad is None else select(old.grad)
+            replaced[old] = succession(old, {name: new}, new, select)
+            set_parameter(self.model, name, new)
+        if self.layer is not None:
+            self.layer.note_kept([head for head in range(self.num_heads) if head not in heads])
+        return replaced
 
 
-Heads = Union[PrunableHeads, FoundHeads]
+def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
+    return x.index_select(dim, index.to(x.device))
+
+
+def own_heads(model: nn.Module) -> Dict[str, Heads]:
+    """Returns the heads of the layers of this package in a model, by their names."""
+    layers = {name: own for name, own in model.named_modules() if isinstance(own, PrunableHeads)}
+    found = {}
+    for name, layer in layers.items():
+        owners = {f'{name}.{key}'.lstrip('.'): own for key, own in layer.head_owners().items()}
+        found[name] = Heads(name, model, layer.num_heads, owners=owners)
+    return found
 
 
 def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
@@ -129,26 +167,24 @@ def same_numbers() -> Iterator[None]:
 
 
 def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
-    """Returns the heads of all attention that runs, by its names, without their entries in parameters."""
+    """Returns the heads of all attention that runs, by its names."""
     found: Dict[str, Heads] = {}
+    own = own_heads(model)
 
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
-        if isinstance(attention.owner, PrunableHeads):
-            found[name] = attention.owner
-            return
-        own: Any = found.setdefault(name, FoundHeads(name, model, attention.num_heads))
-        own.axes[attention.name] = attention.heads
+        heads = found.setdefault(name, own.get(name) or Heads(name, model, len(attention.of_heads(output))))
+        heads.axes[attention.name] = attention.heads
 
     with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see, wanted):
         run()
     return found
 
 
-def layer_names(layers: Mapping[str, Any], heads: Mapping[Union[str, int], Any]) -> Dict[str, List[int]]:
+def layer_names(layers: Mapping[str, Heads], heads: Mapping[Union[str, int], Any]) -> Dict[str, List[int]]:
     """Returns heads by the names of layers, where names, those of modules around, or numbers of blocks are given.
 
     Raises:
-        ValueError: A name or a number that no layer has, or several have.
+        ValueError: A name or a number that no layer has, or several have; a head that is not there.
     """
     named: Dict[str, List[int]] = {}
     for key, own in heads.items():
@@ -163,8 +199,22 @@ def layer_names(layers: Mapping[str, Any], heads: Mapping[Union[str, int], Any])
             )
         if found[0] in named:
             raise ValueError(f'heads={dict(heads)} names a layer twice')
-        named[found[0]] = list(own)
+        named[found[0]] = as_integers(own, layers[found[0]].num_heads)
     return named
+
+
+def as_integers(heads: Iterable[Any], num_heads: int) -> List[int]:
+    """Returns heads, which may come from an array, as integers.
+
+    Raises:
+        ValueError: Heads that a layer of ``num_heads`` does not have.
+    """
+    heads = list(heads)
+    with suppress(TypeError):  # what is no integer is refused below
+        heads = [operator.index(head) for head in heads]
+    if any(not isinstance(head, int) or not 0 <= head < num_heads for head in heads) or len(set(heads)) < len(heads):
+        raise ValueError(f'heads={heads} must be different heads from 0 to {num_heads - 1}')
+    return heads
 
 
 @contextmanager
@@ -204,8 +254,7 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
             found = seen_heads(model, lambda: model(*args, **kwargs))
         finally:
             runs.clear()
-        for name, own in layer_names(found, heads).items():
-            masked[name] = check_heads(own, found[name].num_heads, allow_empty=True)
+        masked.update(layer_names(found, heads))
         layers.update(found)
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
@@ -227,7 +276,7 @@ def masking(
         name = attention.name.partition('#')[0]
         if not heads.get(name):
             return output
-        attention.heads = getattr(layers[name], 'axes', {}).get(attention.name)
+        attention.heads = layers[name].axes.get(attention.name)
         masked.setdefault(name, []).append(attention.where(heads[name], output.new_zeros(1), output))
         return masked[name][-1]
 
@@ -236,14 +285,14 @@ def masking(
 
 
 @torch.inference_mode(False)
-def find_entries(model: nn.Module, layers: Sequence[FoundHeads], run: Run) -> None:
-    """Finds the entries of heads in the parameters, and float buffers, near attention.
+def find_entries(model: nn.Module, layers: Sequence[Heads], run: Run) -> None:
+    """Finds the entries of heads of other libraries in the parameters, and float buffers, near attention.
 
     What is near is replaced by random values meanwhile: an entry that is 0 by chance would hide others.
     """
     left = [(own, own.name.rpartition('.')[0]) for own in layers if not own.owners]
     while left:
-        chosen: Dict[str, FoundHeads] = {}  # those with nothing in common
+        chosen: Dict[str, Heads] = {}  # those with nothing in common
         for own, near in left:
             if not any(is_in(near, other) or is_in(other, near) for other in chosen):
                 chosen[near] = own
@@ -307,7 +356,7 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 
 def _influence(
     model: nn.Module,
-    layers: Mapping[str, FoundHeads],
+    layers: Mapping[str, Heads],
     head: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
     run: Run,
@@ -363,7 +412,7 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
     return None
 
 
-def _complete(own: FoundHeads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
+def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
     """Gives bias and other tensors of a map to heads the same owners as its weight, and the weight those of its bias.
 
     To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..attention import AttentionLayer
-from ..attention.heads import PrunableHeads
 from ..attention.images import ContentImageAttention, GroupedLinear
 from ..attention.neighbourhoods import join_tiles
 from ..attention.patches import PatchAttention
@@ -192,7 +191,7 @@ class Watch(threading.local):
         elif self.visit is not None:
             own.probs = layer.probs_of(x)
             self.visit(name, own.probs, own.places)
-        if self.touch is not None and isinstance(layer, PrunableHeads) and layer.num_heads:
+        if self.touch is not None:
             self.own[layer.output] = own
 
     def leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
@@ -317,7 +316,7 @@ class OwnAttention:
 
     Attributes:
         name (str): Its name.
-        owner (PrunableHeads): The layer.
+        owner (AttentionLayer): The layer.
         size (tuple[int, ...]): Height and width of the grid of tokens, or of the image.
         probs (Tensor | None): The probabilities, ``(B, N_h, Q, K)``, without a null key; None where none are visited.
     """
@@ -359,19 +358,15 @@ class OwnAttention:
             output = output.transpose(-3, -2).flatten(-2)
         if tiles is not None:  # without queries that fill up the last tile
             output = join_tiles(output, tiles).flatten(2).mT
-        if is_grouped:
-            return output.unflatten(-1, (layer.num_heads, -1)).unbind(-2)
-        return [output[..., layer.output_entries([head])].flatten(1, -2) for head in range(layer.num_heads)]
+        widths = layer.in_channels if is_grouped else layer.output_widths
+        return [own.flatten(1, -2) for own in output.split(widths, -1)]
 
     def where(self, heads: Sequence[int], value: Tensor, output: Tensor) -> Tensor:
         """Returns the outputs of all heads with those of some replaced by a value, ``(D_h,)`` or ``(1,)``."""
-        replaced = output.clone()
-        for head in heads:
-            if isinstance(self.owner.output, GroupedLinear):
-                replaced[..., head, :, :] = value.to(output)
-            else:
-                replaced[..., self.owner.output_entries([head])] = value.to(output)
-        return replaced
+        is_grouped = isinstance(self.owner.output, GroupedLinear)
+        parts = output.split(1, -3) if is_grouped else output.split(self.owner.output_widths, -1)
+        chosen = [value.to(own).expand_as(own) if head in heads else own for head, own in enumerate(parts)]
+        return torch.cat(chosen, -3 if is_grouped else -1)
 
 
 AnyAttention = Union[Attention, OwnAttention]
@@ -420,7 +415,7 @@ class FunctionsSeen(TorchFunctionMode):
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Looks at a call and at what it gave; returns attention that it was."""
         if isinstance(output, Tensor) and not output.numel():
-            return None  # of no heads, or of no images
+            return None  # of no images
         if func is F.scaled_dot_product_attention:
             return self.see_fused(probs_of_dot_products, output, *args, **kwargs)
         if getattr(func, '__name__', '') == 'flex_attention':

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Type, Union
 
 import torch
 from mmpretrain.registry import MODELS
@@ -58,11 +58,6 @@ class ConvToAttention(Restructurable):
         self.load_state_dict(cnn.state_dict())
         self.is_init = True
 
-    def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
-        # pickle finds classes by their names, and this one was made for the backbone.
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        return _new_instance, type(self).__bases__[1:], reduced[2]
-
     def _convolutions(self) -> List[str]:
         """Returns the chosen layers that still are convolutions."""
         layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion['layers']}
@@ -74,11 +69,6 @@ def _with_phases(own: Type[nn.Module]) -> Any:
     """Returns the class of a backbone with phases: it inherits from :class:`ConvToAttention`, then from its own."""
     names = {'__module__': own.__module__, '__doc__': own.__doc__}
     return type(f'{own.__name__}ToAttention', (ConvToAttention, own), names)
-
-
-def _new_instance(own: Type[nn.Module]) -> nn.Module:
-    """Returns a backbone without a state, for copies and pickles."""
-    return _with_phases(own).__new__(_with_phases(own))
 
 
 @MODELS.register_module('ConvToAttention')

@@ -1,15 +1,11 @@
-"""Datasets and the augmentation of small images in mmpretrain's registries."""
+"""Datasets in mmpretrain's registry: the digits of scikit-learn, and parts of any other."""
 
 from typing import List, Union
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from mmengine.dataset import BaseDataset
 from mmpretrain.datasets import BaseDataset as ImageDataset
-from mmpretrain.models import ClsDataPreprocessor
-from mmpretrain.registry import DATASETS, MODELS
-from torch import Tensor
+from mmpretrain.registry import DATASETS
 
 from ..attention.window import check_choice
 
@@ -28,7 +24,7 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         seed (int): Which ones. Defaults to 0.
 
     Raises:
-        TypeError: ``dataset`` is no dataset, or one that has no parts.
+        NotImplementedError: mmengine takes no part of ``dataset``, a wrapper of others.
         ValueError: ``num_images`` is below 1; a class has too few images; or an image has no class, or several.
 
     Examples:
@@ -37,19 +33,15 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         (200, [20, 20, 20, 20, 20, 20, 20, 20, 20, 20])
     """
     dataset = DATASETS.build(dataset) if isinstance(dataset, dict) else dataset
-    if not isinstance(dataset, BaseDataset):
-        raise TypeError(f'dataset={dataset!r} of BalancedSubset must be a dataset of mmpretrain, or its config')
-    if not isinstance(num_images, int) or num_images < 1:
-        raise ValueError(f'num_images={num_images!r} of BalancedSubset must be a number of images, at least 1')
     dataset.full_init()
     labels = np.array([dataset.get_data_info(i).get('gt_label', -1) for i in range(len(dataset))])
     if labels.ndim != 1 or labels.min(initial=0) < 0:
         raise ValueError('the images of a BalancedSubset must have one gt_label each')
     counts = np.bincount(labels, minlength=len(dataset.metainfo.get('classes') or ()))
     rarest = int(counts.min(initial=len(labels)))
-    if num_images > rarest * len(counts):
+    if not 1 <= num_images <= rarest * len(counts):
         raise ValueError(
-            f'num_images={num_images} of BalancedSubset must be at most {rarest * len(counts)}: the dataset has '
+            f'num_images={num_images} of BalancedSubset must be from 1 to {rarest * len(counts)}: the dataset has '
             f'{len(labels)} images in {len(counts)} classes, and {rarest} of the rarest'
         )
     # In a random order of all images: the first one of every class, then the second one of every class, …
@@ -98,56 +90,3 @@ class Digits(ImageDataset):
         of_its_class = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])
         chosen = np.flatnonzero((of_its_class % 5 == 0) == (self.split == 'test'))
         return [dict(img=images[i], gt_label=int(labels[i])) for i in chosen]
-
-
-@MODELS.register_module()
-class FlipAndShift(ClsDataPreprocessor):
-    """mmpretrain's preprocessor, which flips and shifts the images of a training first, all of the same size.
-
-    It is what ``RandomFlip`` and ``RandomCrop`` with padding do in a pipeline (C20 and L21 have both).
-
-    Args:
-        flip (float): Probability that an image is flipped horizontally. Defaults to 0.5.
-        shift (int): The most pixels by which an image is shifted along each axis; zeros come in. Defaults to 4.
-        **kwargs: Other keyword arguments in ``ClsDataPreprocessor``.
-
-    Raises:
-        ValueError: ``flip`` is no probability, or ``shift`` is negative; images of several sizes in training.
-
-    Examples:
-        >>> preprocessor = FlipAndShift(flip=1, shift=0)
-        >>> preprocessor(dict(inputs=[torch.tensor([[[1, 2, 3]]], dtype=torch.uint8)]), training=True)['inputs']
-        tensor([[[[3., 2., 1.]]]])
-    """
-
-    def __init__(self, flip: float = 0.5, shift: int = 4, **kwargs):
-        if not 0 <= flip <= 1 or shift < 0:
-            raise ValueError(f'flip={flip} of FlipAndShift must be from 0 to 1, and shift={shift} at least 0')
-        super().__init__(**kwargs)
-        self.flip = flip
-        self.shift = shift
-
-    def forward(self, data: dict, training: bool = False) -> dict:
-        """Flips and shifts the images in training, then normalizes them."""
-        if not training:
-            return super().forward(data, training)
-        inputs = data['inputs']
-        sizes = sorted({tuple(image.shape[-2:]) for image in inputs})
-        if len(sizes) > 1:
-            raise ValueError(
-                f'FlipAndShift got images of {len(sizes)} sizes, such as {sizes[0]} and {sizes[-1]}: put '
-                "dict(type='Resize', scale=…) before PackInputs in the pipelines of the config"
-            )
-        images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
-        return super().forward({**data, 'inputs': self._moved(images)}, training)
-
-    def _moved(self, images: Tensor) -> Tensor:
-        """Flips and shifts each image of a batch; the result has its channels last, as CPUs convolve faster."""
-        number, _, height, width = images.shape
-        rows, columns = torch.randint(2 * self.shift + 1, (2, number)).tolist()
-        flips = (torch.rand(number) < self.flip).tolist()
-        moved = torch.empty_like(images, memory_format=torch.channels_last)
-        for own, image, i, j, flip in zip(moved, F.pad(images, [self.shift] * 4), rows, columns, flips):
-            image = image[:, i : i + height, j : j + width]
-            own.copy_(image.flip(2) if flip else image)
-        return moved

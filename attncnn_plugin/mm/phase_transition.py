@@ -141,11 +141,6 @@ class PhaseTransitionHook(ChangingHook):
         """Builds optimizer wrapper and schedulers of the second phase; schedulers without an end end with it."""
         config = Config(dict(optim_wrapper=runner.cfg.get('optim_wrapper') or {}))
         config.merge_from_dict(dict(optim_wrapper=copy.deepcopy(self.optim_wrapper)))
-        if not config.optim_wrapper.get('constructor') and 'type' not in config.optim_wrapper.get('optimizer', {}):
-            raise ValueError(
-                f'optim_wrapper={self.optim_wrapper} of PhaseTransitionHook names no type of optimizer, and the config '
-                "of the run has none to inherit: optim_wrapper=dict(optimizer=dict(type='AdamW', lr=…))"
-            )
         schedulers = copy.deepcopy(self.param_scheduler)
         if schedulers is None:
             schedulers = copy.deepcopy(runner.cfg.get('param_scheduler')) if self.phases.epoch == 0 else []

@@ -188,8 +188,9 @@ def _check_resumable(runner, checkpoint: dict) -> None:
     missing = [part for part in parts if part not in checkpoint]
     if missing:
         other = None
-        with contextlib.suppress(FileNotFoundError):
-            other = find_whole_checkpoint(os.path.dirname(name))
+        for folder in (runner.work_dir, os.path.dirname(name)):
+            with contextlib.suppress(FileNotFoundError):
+                other = find_whole_checkpoint(folder) or other
         raise ValueError(
             f'{name} has no {" and no ".join(missing)}, which a run needs to resume: '
             f'{f"resume from {other}, or " if other else ""}start from its weights, with --cfg-options '

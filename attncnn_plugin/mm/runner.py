@@ -3,7 +3,7 @@
 import copy
 import gc
 import itertools
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import numpy as np
 from mmengine.dist import get_rank, master_only
@@ -132,11 +132,15 @@ def add_scalars(runner: Runner, scalars: Dict[str, float], step: int) -> None:
         backend.add_scalars(scalars, step)
 
 
-def training_loss(model: BaseModel, batch: Any) -> Tensor:
-    """Computes the training loss on a batch of a data loader, preprocessed as for tests: no images are mixed."""
+def training_loss(model: BaseModel, batch: Any) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """Computes the training loss on a batch of a data loader, preprocessed as for tests: no images are mixed.
+
+    A classifier whose head has ``cal_acc`` also gives the number of right predictions.
+    """
     data = model.data_preprocessor(batch, False)
     losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
-    return model.parse_losses(losses)[0]
+    loss, accuracy = model.parse_losses(losses)[0], losses.get('accuracy_top-1')
+    return loss if accuracy is None else (loss, (accuracy[0] * len(data['inputs']) / 100).round())
 
 
 def seed_epoch(runner: Runner) -> None:

@@ -6,7 +6,6 @@ refuses damaged files too; PyTorch's list of names that are safe to load has the
 checkpoints; and onedl-mmengine's own way around that list loads only tensors and plain data.
 """
 
-import warnings
 from typing import Any, Optional
 
 import torch
@@ -25,10 +24,3 @@ register_safe_globals()
 CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
 if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine
     checkpoint._safe_torch_load = _load_plain_data
-_loader = CheckpointLoader._get_checkpoint_loader('epoch_1.pth')
-if _loader is not load_from_local:
-    warnings.warn(
-        f'local checkpoints are loaded by {_loader.__module__}.{_loader.__qualname__} and not by attncnn_plugin, '
-        'which cannot promise that nothing in them is run: load none that you do not trust',
-        stacklevel=2,
-    )

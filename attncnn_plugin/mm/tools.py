@@ -1,10 +1,8 @@
 """mmpretrain's own tools with this plugin, and errors in one line for the end of a tool's output."""
 
 import contextlib
-import difflib
 import logging
 import os
-import re
 import runpy
 import sys
 import traceback
@@ -13,12 +11,10 @@ from typing import Any, Optional
 from urllib.error import URLError
 
 import mmpretrain
-import mmpretrain.registry as registries  # and mmengine's, which it inherits from
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import print_log
-from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 
 from ..installation import config_path
@@ -50,8 +46,7 @@ def run_mmpretrain_tool(name: str) -> None:
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
     """
-    problem = config_problem()
-    if problem is not None:
+    if problem := config_problem():
         sys.exit(problem)
     from . import safe_loading  # noqa: F401
 
@@ -97,8 +92,7 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ['no reason is given']
     if lines[0].startswith('Caught ') and ' in DataLoader worker process ' in lines[0]:
         return lines[-1]  # of a traceback in the message
-    unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
-    reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    reason = f'{type(error).__name__}: {lines[0]}'
     if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
         reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
     folders = [Path(frame.f_code.co_filename).parent.name for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -109,16 +103,3 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, URLError):  # mmpretrain has printed what it downloads to where
         return f'a data set is not there and cannot be downloaded ({reason}): name its folder: --cfg-options {FOLDERS}'
     return reason
-
-
-def _unknown_type(name: str, kind: str) -> str:
-    """Returns a sentence on a ``type`` that is in no registry of a kind, such as 'model', with similar names."""
-    known = {
-        known
-        for registry in vars(registries).values()
-        if isinstance(registry, Registry) and registry.name == kind
-        for known in registry.module_dict
-    }
-    similar = difflib.get_close_matches(name, known)
-    advice = f'did you mean {" or ".join(similar)}?' if similar else 'is its module in custom_imports?'
-    return f'type={name!r} is no {kind} of mmpretrain or this plugin: {advice}'

@@ -1,7 +1,6 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Optional
 
 import torch
 from mmengine.dist import master_only
@@ -27,22 +26,18 @@ class AttentionVisualizationHook(Hook):
     from which :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres. A head that
     gives all to a null key has none.
 
-    A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over some
+    A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over eight
     images of the validation set, or of the training set if there is none. The weights shown are those in training, not
     their average by an ``EMAHook``. The training is the same with this hook and without it.
 
     Args:
         interval (int): Number of epochs from one picture to the next. Defaults to 10.
-        num_images (int): Images over which attention that depends on content is averaged. Defaults to 8.
     """
 
-    def __init__(self, interval: int = 10, num_images: int = 8):
-        for name, value in dict(interval=interval, num_images=num_images).items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f'{name}={value!r} of AttentionVisualizationHook must be a whole number of at least 1')
-        self.interval = interval
-        self.num_images = num_images
-        self._images = None
+    def __init__(self, interval: int = 10):
+        if type(interval) is not int or interval < 1:
+            raise ValueError(f'interval={interval!r} of AttentionVisualizationHook must be a whole number, at least 1')
+        self.interval, self._images = interval, None
 
     @master_only
     def before_train(self, runner) -> None:
@@ -50,18 +45,15 @@ class AttentionVisualizationHook(Hook):
 
         Raises:
             TypeError: The loop does not count epochs.
+            ValueError: The model has no attention between patches, and nothing that becomes one.
             ImportError: matplotlib is not installed.
         """
         check_loop(runner, self)
-        model = unwrapped(runner.model)
         from .. import visualization  # noqa: F401, to fail now rather than later
 
         with random_numbers_kept():
             self._images = self._some_images(runner)
-        reason = self._show(runner, runner.epoch, draw=True)
-        if reason is not None and not parts_in_phases(model):
-            runner.logger.warning(f'AttentionVisualizationHook shows nothing of {type(model).__name__}: {reason}')
-            self._images = None
+        self._show(runner, runner.epoch, draw=True)
 
     @master_only
     def after_train_epoch(self, runner) -> None:
@@ -75,15 +67,16 @@ class AttentionVisualizationHook(Hook):
         if runner.epoch % self.interval:
             self._show(runner, runner.epoch, draw=True, record=False)
 
-    def _show(self, runner, epochs: int, draw: bool, record: bool = True) -> Optional[str]:
-        """Records the scalars after some epochs, and draws the pictures; returns why there is nothing to show."""
-        if self._images is None:
-            return None
+    def _show(self, runner, epochs: int, draw: bool, record: bool = True) -> None:
+        """Records the scalars after some epochs, and draws the pictures."""
+        model, scalars = unwrapped(runner.model), {}
         with random_numbers_kept(), torch.no_grad():
             try:
-                maps, scalars = mean_attention(unwrapped(runner.model), self._images), {}
-            except ValueError as error:
-                return str(error)
+                maps = mean_attention(model, self._images)
+            except ValueError:
+                if parts_in_phases(model, 'conv'):
+                    return  # before the transition
+                raise
             numbers = head_numbers(runner, {name: len(own.probs) for name, own in maps.items()})
             for name, own in maps.items():
                 centers, widths = head_centers(own)
@@ -101,13 +94,12 @@ class AttentionVisualizationHook(Hook):
             plots = dict(attention_centers=plot_attention_centers, attention_probs=plot_heads)
             for name, plot in plots.items():
                 runner.visualizer.add_image(name, image_of(plot(maps, numbers=numbers)), step=epochs)
-        return None
 
     def _some_images(self, runner) -> Tensor:
         """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
         loader = runner.train_dataloader if runner.val_loop is None else runner.val_dataloader
         length = len(loader.dataset)
-        number = min(length, self.num_images)
+        number = min(length, 8)
         samples = [loader.dataset[i * length // number] for i in range(number)]
         inputs = unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
         return inputs if isinstance(inputs, Tensor) else inputs[0]  # the first view of self-supervised learning

@@ -256,7 +256,7 @@ class CMHSANetwork(TimmNetwork):
             if not {f'{name}conv.weight', f'{name}conv.bias'} <= state_dict.keys():
                 continue  # missing keys, as for any other parameter
             weight, bias = state_dict.pop(f'{name}conv.weight'), state_dict.pop(f'{name}conv.bias')
-            conv = PatchConvolution(self.in_chans, weight.shape[-1], self.patch_size).to(weight).conv
+            conv = PatchConvolution(self.in_chans, self.kernel_size, self.patch_size).to(weight).conv
             try:
                 conv.load_state_dict({'weight': weight, 'bias': bias})
                 attention = self._attention_like(conv, generator)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.heads import PrunableHeads
-from ..heads.found import Call, Heads, called
+from ..heads.found import Call, Heads, called, own_heads
 from ..heads.seen import watching
 from .criteria import (
     BY_POSITION,
@@ -25,7 +24,7 @@ from .criteria import (
     map_distances,
     relative_entropy_of_maps,
 )
-from .prune import own_heads, prunable_heads
+from .prune import prunable_heads
 
 Size = Union[int, Sequence[int], None]
 
@@ -95,7 +94,6 @@ def observed_attention(
         torch.Size([3])
     """
     observed = {name: ObservedAttention(layer.num_heads, size) for name, layer in layers.items()}
-    wanted = {name for name, layer in layers.items() if layer.num_heads}
 
     def visit(name: str, probs: Tensor, places: Any) -> None:
         observed[name.partition('#')[0]].add(probs.float())
@@ -105,7 +103,7 @@ def observed_attention(
         for image in x.split(1) if layer.depends_on_content else ():
             visit(name, layer.attention_scores(image).float().softmax(-1), None)
 
-    with watching(model, visit, lambda name: name.partition('#')[0] in wanted, visit_own=visit_own):
+    with watching(model, visit, lambda name: name.partition('#')[0] in layers, visit_own=visit_own):
         yield observed
 
 
@@ -171,7 +169,7 @@ def find_degenerate_heads(
         >>> dict(found)
         {'0': [1, 2]}
     """
-    layers: Mapping[str, Heads] = own_heads(model) if inputs is None else prunable_heads(model, inputs, call)
+    layers = own_heads(model) if inputs is None else prunable_heads(model, inputs, call)
     if not layers:
         raise ValueError(
             f'a {type(model).__name__} has no attention of this package, whose parameters could be judged: give '
@@ -197,10 +195,7 @@ def report_of(layer: Heads, criteria: Sequence[Criterion], observed: ObservedAtt
     Raises:
         ValueError: No images were observed of attention that depends on content.
     """
-    if not layer.num_heads:
-        return DegeneracyReport(0, ())
-    own: Any = layer
-    measures = measures_of(layer)
+    measures, own = measures_of(layer), layer.layer
     if measures is not ON_IMAGES:
         maps = cache(partial(exact_maps, own, observed.size))
         return found_by(layer.num_heads, criteria, measures, lambda: factor_of(own.gaussian_heads()), maps)
@@ -219,22 +214,21 @@ def heads_to_remove(
 ) -> Dict[str, List[int]]:
     """Returns the heads that reports find, but for the least uniform one of a layer all of whose heads are found."""
     heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
-    layer: Any
     for name in [name for name, gone in heads.items() if len(gone) == reports[name].num_heads]:
         own, layer = observed[name], layers[name]
-        maps = partial(exact_maps, layer, own.size or GRID)
+        maps = partial(exact_maps, layer.layer, own.size or GRID)
         entropy = own.mean('entropy') if depends_on_content(layer) else relative_entropy_of_maps(maps())
         heads[name].remove(int(entropy.argmin()))
     return {name: gone for name, gone in heads.items() if gone}
 
 
-def depends_on_content(layer: Any) -> bool:
-    """Returns True if heads of a layer attend by what is in an image, so that images judge them."""
-    return not isinstance(layer, PrunableHeads) or layer.depends_on_content
+def depends_on_content(heads: Heads) -> bool:
+    """Returns True if heads attend by what is in an image, so that images judge them."""
+    return heads.layer is None or heads.layer.depends_on_content
 
 
-def measures_of(layer: Any) -> Mapping[str, Measure]:
-    """Returns the criteria that are for a layer, by name."""
-    if depends_on_content(layer):
+def measures_of(heads: Heads) -> Mapping[str, Measure]:
+    """Returns the criteria that are for the heads of a layer, by name."""
+    if depends_on_content(heads):
         return ON_IMAGES
-    return OF_MAPS if layer.gaussian_heads() is None else BY_POSITION
+    return OF_MAPS if heads.layer.gaussian_heads() is None else BY_POSITION

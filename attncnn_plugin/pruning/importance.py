@@ -8,6 +8,7 @@ important heads go is said by a threshold, by a number to keep, or by a share of
 import itertools
 from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -18,11 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..change import held_by
 from ..heads.choice import Layers, chosen_by
-from ..heads.found import FoundHeads, find_entries, is_in, seen_heads
+from ..heads.found import find_entries, is_in, seen_heads
 from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
@@ -234,7 +234,7 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
     """Counts the multiply-adds of a model, and those of each of its heads.
 
     Those of attention, and of maps beside its module with entries of its heads, are in proportion to these (nearly so
-    in Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
+    in Swin v2, whose biases have a hidden layer); heads share them by the numbers of their entries in parameters.
 
     Args:
         model, run: As of :func:`count_multiply_adds`.
@@ -252,21 +252,18 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         True
     """
     layers = seen_heads(model, run)
-    find_entries(model, [layer for layer in layers.values() if isinstance(layer, FoundHeads)], run)
+    find_entries(model, list(layers.values()), run)
     modules = {}
     for name, layer in layers.items():
-        paths = {own.rpartition('.')[0] for own in getattr(layer, 'owners', ())}
+        paths = {own.rpartition('.')[0] for own in layer.owners}
         modules[name] = [name, *(own for own in paths if not is_in(own, name) and not is_in(name, own))]
     total, of_layers = count_multiply_adds(model, run, modules)
     costs = {}
     for name, layer in layers.items():
-        weights = torch.ones(layer.num_heads, dtype=torch.float64, device='cpu')
-        for head in range(layer.num_heads):
-            if isinstance(layer, PrunableHeads):  # some have heads of other widths
-                entries = layer.head_entries([head]).items()
-                weights[head] = sum(
-                    len(own) * layer.get_parameter(at).select(dim, 0).numel() for at, (dim, own) in entries
-                )
+        weights = torch.zeros(layer.num_heads, dtype=torch.float64, device='cpu')
+        for at, (dim, owners) in layer.owners.items():
+            weights += owners.sum(0).cpu() * attrgetter(at)(model).select(dim, 0).numel()
+        weights = weights if weights.any() else weights + 1  # heads that share all parameters
         costs[name] = of_layers[name] * weights / weights.sum()
     return total, costs
 

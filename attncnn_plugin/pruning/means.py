@@ -76,13 +76,14 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> from attncnn_plugin.pruning import prunable_heads, prune_heads
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> layer.encoding.sqrt_precision.data[1] = 0  # uniform attention
         >>> image = torch.randn(1, 5, 6, 8)
         >>> with head_means(layer) as means:
         ...     expected = layer(image)
-        >>> fold_into_bias(layer, [1], means[''].mean)
-        >>> _ = layer.prune_heads([1])
+        >>> fold_into_bias(prunable_heads(layer)[''], [1], means[''].mean)
+        >>> change = prune_heads(layer, {'': [1]})
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """
@@ -103,7 +104,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
 
 def takes_duplicates(layer: Heads) -> bool:
     """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
-    return isinstance(layer, (ImageAttention, GridAttention))
+    return isinstance(layer.layer, (ImageAttention, GridAttention))
 
 
 @torch.no_grad()
@@ -115,13 +116,14 @@ def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> from attncnn_plugin.pruning import prunable_heads, prune_heads
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> for parameter in layer.encoding.parameters():
         ...     parameter.data[2] = parameter.data[0]
         >>> image = torch.randn(1, 5, 6, 8)
         >>> expected = layer(image)
-        >>> merge_duplicate(layer, head=2, kept=0)
-        >>> _ = layer.prune_heads([2])
+        >>> merge_duplicate(prunable_heads(layer)[''], head=2, kept=0)
+        >>> change = prune_heads(layer, {'': [2]})
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """

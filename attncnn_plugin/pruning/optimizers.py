@@ -29,9 +29,8 @@ def replace_parameters(
         optimizer (Optimizer): Any optimizer, or what holds some, whose parameters are in groups and have states by
             parameter, of tensors of its shape, single numbers, or nothing.
         change (Change | Mapping[Parameter, Successor]): What became of a model, of
-            :func:`~attncnn_plugin.convert.convs_to_attention` for instance, or of a layer's parameters, of
-            :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
-            Parameters that the optimizer does not have are left out.
+            :func:`~attncnn_plugin.pruning.prune_heads` for instance, or its ``replaced``. Parameters that the optimizer
+            does not have are left out.
         anew (bool): Whether the optimizer forgets the states of all its parameters. Defaults to False.
 
     Raises:
@@ -42,11 +41,12 @@ def replace_parameters(
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> from attncnn_plugin.pruning import prune_heads
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         >>> layer(torch.randn(1, 5, 6, 8)).sum().backward()
         >>> optimizer.step()
-        >>> replace_parameters(optimizer, layer.prune_heads([1]))
+        >>> replace_parameters(optimizer, prune_heads(layer, {'': [1]}))
         >>> optimizer.state[layer.encoding.center]['momentum_buffer'].shape
         torch.Size([2, 2])
     """

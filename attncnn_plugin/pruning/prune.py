@@ -3,13 +3,12 @@
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.heads import PrunableHeads, keep_entries, not_alone
 from ..change import (
     Change,
     LayerChange,
@@ -18,11 +17,9 @@ from ..change import (
     check_not_distributed,
     is_plain,
     number_of_parameters,
-    within,
 )
 from ..heads.found import (
     Call,
-    FoundHeads,
     Heads,
     Run,
     called,
@@ -30,6 +27,7 @@ from ..heads.found import (
     floats_in,
     layer_names,
     masking,
+    own_heads,
     same_numbers,
     seen_heads,
 )
@@ -51,7 +49,7 @@ def prunable_heads(model: nn.Module, inputs: Any = None, call: Call = None) -> D
         call (Callable, optional): As there.
 
     Returns:
-        dict[str, PrunableHeads | FoundHeads]: With their ``num_heads``.
+        dict[str, Heads]: With their ``num_heads``.
 
     Examples:
         >>> import timm
@@ -59,7 +57,7 @@ def prunable_heads(model: nn.Module, inputs: Any = None, call: Call = None) -> D
         >>> {name: layer.num_heads for name, layer in prunable_heads(model).items()}
         {'blocks.0.attn': 3, 'blocks.1.attn': 3}
     """
-    own: Dict[str, Heads] = dict(own_heads(model))
+    own = own_heads(model)
     return own if own and inputs is None else {**own, **seen_heads(model, example_run(model, inputs, call))}
 
 
@@ -80,7 +78,6 @@ def prune_heads(
     model: nn.Module,
     heads: Mapping[Union[str, int], Sequence[int]],
     inputs: Any = None,
-    allow_empty: bool = False,
     call: Call = None,
 ) -> Change:
     """Removes heads from a model, in place: it then computes what it did with their outputs at zero.
@@ -99,8 +96,6 @@ def prune_heads(
         inputs (Any, optional): What the model takes, as of :func:`attncnn_plugin.attention_maps`. Defaults to None: an
             image of random numbers, of the size that a vision transformer of timm, mmpretrain, Hugging Face
             transformers or torchvision says. Layers of this package need none, and are then not compared.
-        allow_empty (bool): Whether all heads of a layer of this package may go, which leaves it the bias of its output.
-            Defaults to False.
         call (Callable, optional): As there.
 
     Returns:
@@ -131,48 +126,44 @@ def prune_heads(
         1
     """
     check_not_distributed(model)
-    layers: Dict[str, Heads] = dict(own_heads(model))
-    run = None
+    layers, run = own_heads(model), None
     with suppress(ValueError) if layers and inputs is None else nullcontext():  # what the model takes may be unknown
         run = example_run(model, inputs, call)
     if run is not None:
         layers.update(seen_heads(model, run))
-    named = layer_names(layers, heads)
-    named = {name: layers[name].check_heads(named[name], allow_empty) for name in layers if name in named}
-    named = {name: own for name, own in named.items() if own}
+    chosen = layer_names(layers, heads)
+    named = {name: chosen[name] for name in layers if chosen.get(name)}
+    for name, gone in named.items():
+        if len(gone) == layers[name].num_heads:
+            raise ValueError(f'heads={gone} are all heads of {name or "the layer"}: keep one')
     if run is not None:
-        find_entries(model, [own for name, own in layers.items() if name in named and isinstance(own, FoundHeads)], run)
+        find_entries(model, [layers[name] for name in named], run)
     for name in named:
         check_prunable(model, name, layers[name])
-    numbers, before = {name: layers[name].num_heads for name in named}, number_of_parameters(model)
-    modules = {name: model.get_submodule(getattr(layers[name], 'home', name)) for name in named}
-    sizes = {name: number_of_parameters(module) for name, module in modules.items()}
+    before = number_of_parameters(model)
+    homes = {name: model.get_submodule(layers[name].home) for name in named}
+    sizes = {name: number_of_parameters(home) for name, home in homes.items()}
     replaced: Dict[nn.Parameter, Successor] = {}
-    difference = None
-    compute = partial(computed, model, run, layers, numbers, named)
+    left, difference = dict(named), None
+    compute = partial(computed, model, run, layers, named)
     expected = {} if run is None else compute(named)
+
+    def check() -> None:
+        nonlocal difference
+        difference = None if run is None else compare(expected, compute(left))
+
+    kinds = {name: type(model.get_submodule(name)) for name in named}
     with all_or_nothing([model]):
-        left = dict(named)
-        for name, layer in layers.items():
-            if name in named and isinstance(layer, PrunableHeads):
-                replaced.update(within(name, layer.prune_heads(left.pop(name), allow_empty)))
-        for kind in dict.fromkeys(type(model.get_submodule(name)) for name in left):
-            chosen = [name for name in left if type(model.get_submodule(name)) is kind]
-            of_kind = {name: left.pop(name) for name in chosen}
-            replaced.update(_cut_and_compare(model, layers, of_kind, lambda: compare(expected, compute(left))))
-        if run is not None:
-            difference = compare(expected, compute({}))
+        for kind in dict.fromkeys(kinds.values()):
+            of_kind = {name: left.pop(name) for name in named if kinds[name] is kind}
+            replaced.update(_cut_and_compare(model, layers, of_kind, check))
     note_in_configs(model)
     changes = []
     for name, gone in named.items():
-        words = number_of_heads(numbers[name]), number_of_heads(numbers[name] - len(gone))
-        changes.append(LayerChange(name, *words, sizes[name], number_of_parameters(modules[name])))
+        number = layers[name].num_heads
+        words = number_of_heads(number), number_of_heads(number - len(gone))
+        changes.append(LayerChange(name, *words, sizes[name], number_of_parameters(homes[name])))
     return Change(tuple(changes), before, number_of_parameters(model), replaced, difference=difference)
-
-
-def own_heads(model: nn.Module) -> Dict[str, PrunableHeads]:
-    """Returns the layers of this package in a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
@@ -182,52 +173,57 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
         TypeError: No entries of single heads are found, or they are in something else than a plain parameter.
         ValueError: A parameter that another layer has too.
     """
-    if isinstance(layer, PrunableHeads):
-        entries = [f'{name}.{part}'.lstrip('.') for part in layer.head_parameters()]
-    else:
-        entries = list(layer.owners)
-        near = model.get_submodule(name.rpartition('.')[0])
-        others = [key for key, own in near.named_parameters() if not is_plain(own) or not own.is_floating_point()]
-        if not entries or others and not any(dim for dim, _ in layer.owners.values()):
-            kinds = f' {others[0]} is quantized or sharded: prune before that.' if others else ''
-            raise TypeError(
-                f'heads of {name} cannot be removed: no parameters near it have entries of single heads, so that heads '
-                f'share all of them, or their gradients cannot be computed.{kinds}'
-            )
-        named = dict(model.named_parameters())
-        layout = {key: (dim, len(own)) for key, (dim, own) in layer.owners.items() if key in named}
-        reason = not_alone(model, layout)
+    named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    near = model.get_submodule(name.rpartition('.')[0])
+    others = [key for key, own in near.named_parameters() if not is_plain(own) or not own.is_floating_point()]
+    if not layer.owners or others and not any(dim for dim, _ in layer.owners.values()):
+        kinds = f' {others[0]} is quantized or sharded: prune before that.' if others else ''
+        raise TypeError(
+            f'heads of {name} cannot be removed: no parameters near it have entries of single heads, so that heads '
+            f'share all of them, or their gradients cannot be computed.{kinds}'
+        )
+    for key, (dim, owners) in layer.owners.items():
+        reason = None if key in buffers else not_alone(named.get(key), dim, len(owners))
         if reason is not None:
-            raise TypeError(f'heads of {name} cannot be removed: {reason}')
+            raise TypeError(f'heads of {name or "the layer"} cannot be removed: {key} {reason}')
     module = model.get_submodule(name)
     names: Dict[nn.Parameter, List[str]] = {}
     places = sum(other is module for _, other in model.named_modules(remove_duplicate=False))
-    for own, parameter in model.named_parameters(remove_duplicate=False):
+    for own, parameter in named.items():
         names.setdefault(parameter, []).append(own)
     for found in names.values():
-        if len(found) > places and set(found) & set(entries):
+        if len(found) > places and set(found) & layer.owners.keys():
             raise ValueError(
                 f'heads of {name} cannot be removed: {" and ".join(found)} are one parameter; give each its own'
             )
 
 
+def not_alone(own: Optional[Tensor], dim: int, entries: int) -> Optional[str]:
+    """Says in words why entries cannot be removed from a parameter, of so many in a dimension; None if they can."""
+    if own is None:
+        return (
+            'is no parameter of its own: remove the parametrization or the mask first, merge an adapter '
+            "(merge_and_unload() of peft's), or prune before you quantize"
+        )
+    if not is_plain(own) or not own.is_floating_point():
+        kind = f'{type(own).__name__} of {own.dtype}'
+        return f'is a {kind}, not a plain floating-point parameter: prune before you quantize or shard'
+    if own.ndim <= dim or own.shape[dim] != entries:
+        return f'has shape {tuple(own.shape)}, but {entries} entries are expected in dimension {dim}'
+    return None
+
+
 def _cut_and_compare(
-    model: nn.Module, layers: Mapping[str, Heads], gone: Mapping[str, Sequence[int]], check: Callable[[], Any]
+    model: nn.Module, layers: Mapping[str, Heads], gone: Mapping[str, Sequence[int]], check: Callable[[], None]
 ) -> Dict[nn.Parameter, Successor]:
     """Cuts heads of layers of one kind out, and finds the way in which ``check`` finds nothing wrong with the model."""
     replaced: Dict[nn.Parameter, Successor] = {}
     shapes: Dict[str, Shapes] = {}
-    homes: Dict[str, Any] = {}
+    homes = {name: model.get_submodule(layers[name].home) for name in gone}
     for name, heads in gone.items():
-        layer: Any = layers[name]
-        homes[name] = home = model.get_submodule(layer.home)
-        before, kept = shapes_of(home), layer.kept(heads)
-        buffers = {key: own for key, own in model.named_buffers() if key in kept}
-        replaced.update(keep_entries(model, {key: own for key, own in kept.items() if key not in buffers}))
-        for key, buffer in buffers.items():
-            path, _, leaf = key.rpartition('.')
-            setattr(model.get_submodule(path), leaf, buffer.index_select(*kept[key]))
-        after = shapes_of(home)
+        before = shapes_of(homes[name])
+        replaced.update(layers[name].cut(heads))
+        after = shapes_of(homes[name])
         shapes[name] = {key: (size, after[key]) for key, size in before.items() if size != after[key]}
     failed: List[str] = []
     records = [record_of(home) or (layers[name].num_heads, 0, 0) for name, home in homes.items()]
@@ -236,8 +232,9 @@ def _cut_and_compare(
             with all_or_nothing(homes.values()):
                 for (name, home), (built, *_) in zip(homes.items(), records):
                     number = layers[name].num_heads - len(gone[name])
-                    set_sizes(home, shapes[name], built, layers[name].num_heads, number, way)
-                    write_record(home, built, number, way)
+                    if layers[name].layer is None:
+                        set_sizes(home, shapes[name], built, layers[name].num_heads, number, way)
+                        write_record(home, built, number, way)
                 check()
             return replaced
         except Exception as error:  # whatever a forward pass raises for sizes that do not fit
@@ -253,14 +250,12 @@ def computed(
     model: nn.Module,
     run: Any,
     layers: Mapping[str, Heads],
-    numbers: Mapping[str, int],
     gone: Mapping[str, Sequence[int]],
     masked: Mapping[str, Sequence[int]],
 ) -> Computed:
     """Returns what a model computes with some heads masked: its output, those of layers, and of heads that stay.
 
     Args:
-        numbers (Mapping[str, int]): The numbers of heads, by layer, before any are cut out.
         gone (Mapping[str, Sequence[int]]): All heads that go.
         masked (Mapping[str, Sequence[int]]): Those that are not cut out yet.
     """
@@ -268,7 +263,8 @@ def computed(
 
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
         heads = list(attention.of_heads(output))
-        own = [head for number, head in enumerate(heads) if number not in gone[name] or len(heads) < numbers[name]]
+        cut = len(heads) < layers[name].num_heads
+        own = [head for number, head in enumerate(heads) if cut or number not in gone[name]]
         found.setdefault(f'heads of {attention.name}', []).extend(own)
 
     def note(key: str, output: Any) -> None:
@@ -276,7 +272,7 @@ def computed(
 
     with evaluating(model), same_numbers(), torch.no_grad(), ExitStack() as stack:
         for name in gone:
-            home = model.get_submodule(getattr(layers[name], 'home', name))
+            home = model.get_submodule(layers[name].home)
             hook = lambda module, args, output, name=name: note(f'the output of {name}', output)  # noqa: E731
             stack.enter_context(home.register_forward_hook(hook))
         stack.enter_context(masking(model, layers, masked))

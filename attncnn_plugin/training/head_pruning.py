@@ -15,7 +15,7 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..change import Change, all_or_nothing, check_not_distributed
 from ..heads.choice import Layers, chosen_by
-from ..heads.found import FoundHeads, Heads, find_entries
+from ..heads.found import Heads, find_entries
 from ..pruning import (
     head_costs,
     head_importance,
@@ -138,16 +138,15 @@ class PruneHeads:
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
         batches = self._some(1)
-        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
+        layers = self.layers(model)
         known = {name: (id(model.get_submodule(name)), layer.num_heads) for name, layer in layers.items()}
         if known == self.checked:
             return
         self._find(model, layers, *batches)
         for name, layer in layers.items():
-            if layer.num_heads > 1:  # the last one stays
-                check_prunable(model, name, layer)
             try:
-                layer.check_heads([0] if layer.num_heads > 1 else [], allow_empty=True)
+                if layer.num_heads > 1:  # the last one stays
+                    check_prunable(model, name, layer)
                 if self.criteria:
                     rules_of(self.criteria, measures_of(layer))
             except TypeError as error:
@@ -286,11 +285,9 @@ class PruneHeads:
 
     def _find(self, model: nn.Module, layers: Mapping[str, Heads], *batch: Any) -> None:
         """Finds the entries of the heads of layers of other libraries."""
-        found = [layer for layer in layers.values() if isinstance(layer, FoundHeads)]
-        if not found:
-            return
         with random_numbers_kept():
-            find_entries(model, found, partial(self.loss, model, *batch) if batch else example_run(model))
+            run = lambda: self.loss(model, *batch) if batch else example_run(model)()  # noqa: E731
+            find_entries(model, list(layers.values()), run)
 
     def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
         """Adds the mean output of heads that go to the bias of their layer, and merges duplicates."""
@@ -312,7 +309,7 @@ class PruneHeads:
             return list(itertools.islice(self.batches, number))
 
     def _importance(self, model: nn.Module, batches: List[Any], layers: Mapping[str, Heads]) -> Dict[str, Tensor]:
-        numbers = {name: layer.num_heads for name, layer in layers.items() if layer.num_heads > 0}
+        numbers = {name: layer.num_heads for name, layer in layers.items()}
         by = self.by or partial(head_importance, normalize=False, layers=list(numbers))
         found = by(model, batches, self.loss) if numbers else {}
         for name, number in numbers.items():

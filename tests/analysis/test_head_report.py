@@ -275,18 +275,6 @@ def test_degenerate_heads_and_shifts_are_those_of_their_modules(kind, monkeypatc
         assert len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2
 
 
-def test_no_heads():
-    layer = LAYERS['quadratic']()
-    layer.prune_heads([0, 1, 2, 3], allow_empty=True)
-    report = report_of(layer, (5, 5))
-    assert report.summary == 'no heads: the layer is its bias' and report.best is None
-    check_schema(json.dumps(HeadReport((report,)).to_dict()))
-    assert 'no heads' in str(HeadReport((report,)))
-    model = small_timm('sa_learned_content_cifar')
-    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    assert [report.num_heads for report in head_report(model, torch.randn(2, 3, 8, 8)).layers] == [0, 0, 3, 3]
-
-
 def test_zero_values():
     """A layer that is 0 is a convolution with the kernel 0."""
     layer = LAYERS['learned']()

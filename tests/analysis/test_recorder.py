@@ -463,20 +463,6 @@ def test_rollout_without_a_class_token():
     assert rollout(model, x, target=3).shape == (2, 4, 4)
 
 
-@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar'])
-@pytest.mark.parametrize('target', [None, 1])
-def test_rollout_of_layers_without_heads(name, target):
-    """They mix no tokens, so that the rollout is that of the other layers."""
-    model = timm.create_model(name, embed_dim=12, depth=2, num_heads=3).double().eval()
-    x = torch.randn(2, 3, 8, 8).double()
-    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    heat, probs = rollout(model, x, target), attention_maps(model, x)['blocks.1.attn']
-    if target is None:
-        expected = (probs.mean(1).mean(1) + 1 / 16) / 2
-        torch.testing.assert_close(heat, expected.unflatten(1, (4, 4)), rtol=1e-12, atol=1e-14)
-    assert (heat > 0).any()
-
-
 @pytest.mark.parametrize(
     ('build', 'shape', 'error', 'message'),
     [

@@ -16,6 +16,7 @@ from attncnn_plugin.attention import (
 )
 from attncnn_plugin.attention.positions import RelativeTables
 from attncnn_plugin.attention.shifts import resize_shifts
+from attncnn_plugin.pruning import prune_heads
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -248,4 +249,4 @@ def test_least_and_largest_numbers():
             RelativeTables(dim, size)
     for heads in ([3], [-1], [0, 0]):
         with pytest.raises(ValueError, match='must be different heads from 0 to 2'):
-            QuadraticAttention(4, 3).prune_heads(heads)
+            prune_heads(QuadraticAttention(4, 3), {'': heads})

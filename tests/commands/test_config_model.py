@@ -161,7 +161,7 @@ def test_configs_and_checkpoints_that_do_not_do(folder, repository):
         ConfigModel(str(folder / 'config.py'), str(folder / 'none.pth'))
     with pytest.raises(ValueError, match='model.pth does not fit the model of .*: .* mismatch for .* …'):
         ConfigModel(str(repository / 'configs/sa_learned_digits.py'), str(folder / 'model.pth'))
-    with pytest.raises(ValueError, match="type='SAQuadratik' is no .*: did you mean SAQuadratic"):
+    with pytest.raises(ValueError, match='KeyError: SAQuadratik is not in the .* registry'):
         load(folder, **{'model.backbone.type': 'SAQuadratik'})
     with pytest.raises(ValueError, match='test set of .* cannot be read .*: give --images FOLDER'):
         load(folder, **{'test_dataloader.dataset.data_root': 'nowhere'}).images(None, 3)

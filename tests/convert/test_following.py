@@ -116,7 +116,7 @@ def test_attention_of_a_state_dict_converts_kernels_too(kind):
 @pytest.mark.parametrize('kind', ['soft', 'table', 'gated', 'content table'])
 def test_heads_that_were_removed(kind):
     theirs, x = attention(kind), images()
-    theirs.stem.prune_heads([0, 4])
+    prune_heads(theirs, {'stem': [0, 4]})
     for ours in (small_cnn(seed=1), attention(kind, seed=1), attention('positions', seed=1)):
         load(ours, theirs.state_dict())
         assert torch.equal(ours(x), theirs(x)) and ours.stem.num_heads == 7
@@ -169,7 +169,7 @@ def test_convolutions_of_timm(kind):
 
 def test_followed_before_an_optimizer_is_built():
     theirs, ours = attention('additive'), small_cnn()
-    theirs.stem.prune_heads([1])
+    prune_heads(theirs, {'stem': [1]})
     assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
     parameters = list(ours.parameters())
     ours.load_state_dict(theirs.state_dict())

@@ -167,7 +167,6 @@ BACK = {
     'shared': (SHARED, r'stage\.0\.conv1 is the same module as stage\.1\.conv1'),
     'hooks': (hooked('register_forward_hook'), r'stage\.1\.conv1 has hooks'),
     'content': (by_content, 'stem cannot be converted: the probabilities of layer.*depend on the input'),
-    'no heads': (put('stem.num_heads', lambda model: 0), 'stem cannot be converted: layer has num_heads=0'),
 }
 
 

@@ -174,8 +174,6 @@ def test_dtype_and_mode_are_those_of_the_layer(dtype):
 
 quadratic = QuadraticAttention(4, 2)
 strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))[0]
-without_heads = QuadraticAttention(4, 1)
-without_heads.prune_heads([0], allow_empty=True)
 adapted = QuadraticAttention(4, 2)
 adapted.value = Adapter(adapted.value)
 adapted_groups = conv_to_mhsa(nn.Conv2d(2, 2, 3, padding=1, groups=2))[0]
@@ -199,7 +197,6 @@ adapted_groups.value = nn.Sequential(adapted_groups.value)
             ValueError,
             r'padded by \(\(0, 1\),\) with stride \(2,\)',
         ),
-        ((without_heads, 3), ValueError, 'num_heads=0'),
         ((adapted, 3), RuntimeError, 'value is a Adapter'),
         ((adapted_groups, 3), RuntimeError, 'value is a Sequential'),
     ],

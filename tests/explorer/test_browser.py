@@ -454,8 +454,8 @@ def test_colours(browser, pages):
 
 def test_pruned_heads_are_left_out(browser, tmp_path):
     model = quadratic_model()
-    for pruned, count in (({0: [0, 1, 2], 1: [1]}, 2), ({1: [0, 1]}, 0)):
-        prune_heads(model, pruned, allow_empty=True)
+    for pruned, count in (({0: [0, 2], 1: [1]}, 3), ({1: [0]}, 2)):
+        prune_heads(model, pruned)
         browser.open(write_page(tmp_path, model, images_of(1, size=32)))
         browser.at('query', 0, 3)
         assert browser.script("return document.querySelectorAll('#maps button').length") == count

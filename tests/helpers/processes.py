@@ -11,8 +11,9 @@ import sys
 import textwrap
 import traceback
 from pathlib import Path
-from typing import Dict
+from typing import Dict, Optional
 
+import pytest
 import torch
 import torch.multiprocessing
 
@@ -177,18 +178,22 @@ def free_port() -> str:
         return str(unused.getsockname()[1])
 
 
-def train_on_ranks(config: Path, work_dir: Path, *options: object) -> str:
-    """Runs ``tools/train.py`` in two ranks, and returns what the first one says."""
+def train_on_ranks(config: Path, work_dir: Path, *options: object, killed_at: Optional[int] = None) -> str:
+    """Runs ``tools/train.py`` in two ranks, and returns what the first one says; the second can be killed."""
     words = [REPOSITORY / 'tools/train.py', config, '--work-dir', work_dir, '--launcher', 'pytorch', *options]
     work_dir.mkdir(exist_ok=True)
-    arguments = [str(word) for word in words], config.parent, work_dir, free_port()
-    torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='spawn')
-    return (work_dir / 'rank0.log').read_text()
+    fault = 'none,-1,0' if killed_at is None else f'SIGKILL,{killed_at},1'
+    arguments = [str(word) for word in words], config.parent, work_dir, free_port(), fault
+    # The rank that is killed, or the other one, which notices first.
+    errors = torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException
+    with contextlib.nullcontext() if killed_at is None else pytest.raises(errors):
+        torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='spawn')
+    return (work_dir / 'rank0.log').read_text() if killed_at is None else ''
 
 
-def _train_rank(rank, words, folder, work_dir, port):
+def _train_rank(rank, words, folder, work_dir, port, fault):
     place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
-    os.environ.update(place, TORCHELASTIC_RUN_ID='none')
+    os.environ.update(place, TORCHELASTIC_RUN_ID='none', FAULT=fault)
     status, output = _run_here(words, folder)
     (work_dir / f'rank{rank}.log').write_text(output)
     assert status == 0, output

@@ -5,7 +5,6 @@ import timm
 import torch
 import torchvision
 
-from attncnn_plugin.attention.heads import PrunableHeads
 from attncnn_plugin.pruning import prunable_heads
 
 from .small import small_model, small_timm, trained_like
@@ -144,7 +143,7 @@ def map_of_outputs(model, name):
 def output_map(model, name, head):
     """The map that takes the outputs of all heads of a layer, and the columns of one; they lie one after the other."""
     layer = prunable_heads(model)[name]
-    if isinstance(layer, PrunableHeads):
+    if layer.layer is not None:
         return layer.output, layer.output_entries([head])
     output = map_of_outputs(model, name)
     return output, torch.arange(output.in_features).view(layer.num_heads, -1)[head]

@@ -115,31 +115,27 @@ def test_pooled_twice_or_never(out_type, parts, said):
 
 
 @pytest.mark.parametrize(
-    'registry, name, settings, message',
+    'name, settings, message',
     [
         (
-            HOOKS,
             'PhaseTransitionHook',
             dict(epoch=-1),
             'epoch=-1 of PhaseTransitionHook must be whole numbers, counted from 0',
         ),
-        (HOOKS, 'PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 of PhaseTransitionHook must be'),
-        (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "iter='3' of PhaseTransitionHook must be whole numbers"),
-        (HOOKS, 'PhaseTransitionHook', dict(epoch=[1, 2]), r'epoch=\[1, 2\] of PhaseTransitionHook must be whole'),
-        (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
-        (HOOKS, 'PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
-        (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epoch=\[-1\] of PruneHeads must be whole numbers, counted'),
-        (HOOKS, 'HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
-        (HOOKS, 'AttentionVisualizationHook', dict(interval=0), 'interval=0 of AttentionVisualizationHook must be'),
-        (HOOKS, 'AttentionVisualizationHook', dict(interval=1.5), 'interval=1.5 of AttentionVisualizationHook must'),
-        (HOOKS, 'AttentionVisualizationHook', dict(num_images=0), 'num_images=0 of AttentionVisualizationHook must'),
-        (MODELS, 'FlipAndShift', dict(flip=1.5), 'flip=1.5 of FlipAndShift must be from 0 to 1'),
-        (MODELS, 'FlipAndShift', dict(shift=-1), 'shift=-1 at least 0'),
+        ('PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 of PhaseTransitionHook must be'),
+        ('PhaseTransitionHook', dict(iter='3'), "iter='3' of PhaseTransitionHook must be whole numbers"),
+        ('PhaseTransitionHook', dict(epoch=[1, 2]), r'epoch=\[1, 2\] of PhaseTransitionHook must be whole'),
+        ('PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
+        ('PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
+        ('HeadPruningHook', dict(epochs=[-1]), r'epoch=\[-1\] of PruneHeads must be whole numbers, counted'),
+        ('HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
+        ('AttentionVisualizationHook', dict(interval=0), 'interval=0 of AttentionVisualizationHook must be'),
+        ('AttentionVisualizationHook', dict(interval=1.5), 'interval=1.5 of AttentionVisualizationHook must'),
     ],
 )
-def test_wrong_settings(registry, name, settings, message):
+def test_wrong_settings(name, settings, message):
     with pytest.raises(ValueError, match=message):
-        registry.build(dict(type=f'mmpretrain.{name}', **settings))
+        HOOKS.build(dict(type=f'mmpretrain.{name}', **settings))
 
 
 @pytest.mark.parametrize(

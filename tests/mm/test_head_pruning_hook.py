@@ -55,6 +55,7 @@ def whole(request, tmp_path_factory, repository, start):
     changes = dict(load_from=start) if name == C20 else dict()
     if name != C20:
         hook['keep'] = 5
+        changes['model.head.cal_acc'] = True  # losses that come with accuracies
     config = config_of(name, repository, folder, hook, log_level='INFO', **changes)
     return name, hook, *run(config), folder
 

@@ -110,16 +110,6 @@ def test_safe_names_that_another_library_takes_away(tmp_path):
     assert CheckpointLoader.load_checkpoint(str(tmp_path / 'run.pth'))['loss'].mean() == 0.5
 
 
-def test_another_loader_of_local_files(monkeypatch):
-    def load_from_elsewhere(filename, map_location=None):
-        pass
-
-    monkeypatch.setattr(CheckpointLoader, '_schemes', dict(CheckpointLoader._schemes))
-    CheckpointLoader.register_scheme(prefixes='.*', loader=load_from_elsewhere)
-    with pytest.warns(UserWarning, match='load_from_elsewhere and not by attncnn_plugin, which cannot promise'):
-        importlib.reload(safe_loading)
-
-
 def state():
     """All that importing the plugin changes beside registries of types."""
     return dict(

@@ -18,6 +18,7 @@ from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin.commands.config_model import ConfigModel
 from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
@@ -130,20 +131,25 @@ def assert_as_one_process(two, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', list(KINDS))
 def test_two_processes(kind, whole_of, folder):
-    """Equal weights on both ranks, those of one process with the same batches; resumed before and after the change.
+    """Equal weights on both ranks, those of one process with the same batches; also if the ranks are killed and resume.
 
-    Each rank has a seed of its own, and the first one that of the process.
+    Each rank has a seed of its own, and the first one that of the process. One rank is killed after the change, in its
+    epoch, so that it is made again, and in the next one.
     """
-    two, own_seeds = folder / f'{kind}_two', ['randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
-    log = train_on_ranks(folder / f'{kind}4.py', two, *options_of(kind, folder), *own_seeds)
+    config, two = folder / f'{kind}4.py', folder / f'{kind}_two'
+    options = [*options_of(kind, folder), 'randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
+    log = train_on_ranks(config, two, *options)
     assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))
-    for epoch in (3,) if kind == 'CMHSA' else (1, 3):
-        again = folder / f'{kind}_again{epoch}'
-        train_on_ranks(folder / f'{kind}4.py', again, '--resume', two / f'epoch_{epoch}.pth')
+    for epoch in (3,) if kind == 'CMHSA' else (2, 3):
+        killed = folder / f'{kind}_killed{epoch}'
+        train_on_ranks(config, killed, *options, killed_at=epoch * ITERATIONS + 1)
+        assert not (killed / 'rank0.pt').exists()
+        again = [option for option in options if 'load_from' not in option]
+        assert f'resumed epoch: {epoch}' in train_on_ranks(config, killed, '--resume', *again)
         for rank in (0, 1):
-            assert_equal(again, two, rank)
+            assert_equal(killed, two, rank, tolerance=0)
 
 
 @pytest.mark.slow
@@ -295,11 +301,17 @@ def test_transformer_pruned_without_a_training(options, heads, whole_of, folder)
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
 
-def test_ranked_by_the_images_of_the_training(whole_of, folder):
+def test_ranked_by_the_images_of_the_training(whole_of, folder, modules):
+    """The accuracy is that of the predictions for these images."""
     checkpoint, out = whole_of('VisionTransformer') / 'epoch_1.pth', folder / 'heads.png'
-    words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '8', '--out', out
+    words = 'rank', '--mm', folder / 'VisionTransformer8.py', checkpoint, '--num-images', '24', '--out', out
     log = run('python', '-m', 'attncnn_plugin', *words, folder=folder)
     assert log.count('backbone.layers.1.attn') == 4 and 'right is what its training labels say' in log and out.is_file()
+    loaded = ConfigModel(words[2], str(checkpoint))
+    (batch,), *_ = loaded.batches(None, 24)
+    right = sum(sample.pred_label == sample.gt_label for sample in loaded.model.test_step(batch)).item()
+    assert right > 0 and f', accuracy {right / 24:.1%}; right is' in log
+    assert len(re.findall(r' [+-]\d\.\d{4} +[+-]\d+\.\d%', log)) == 8  # of the heads
 
 
 def test_a_config_without_hooks_of_the_plugin(whole_of, folder, repository, tmp_path):

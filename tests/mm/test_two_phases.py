@@ -323,7 +323,7 @@ def test_without_a_config(repository, tmp_path):
             experiment_name=config.experiment_name + str(optimizer),
         )
 
-    with pytest.raises(ValueError, match='of PhaseTransitionHook names no type of optimizer, and the config'):
+    with pytest.raises(KeyError, match="'type'"):
         runner(dict(lr=0.01)).train()
     assert runner(dict(type='SGD', lr=0.01)).train().backbone.phase == 'attn'
 

@@ -1,7 +1,6 @@
 """Any backbone whose convolutions become attention, in mmpretrain's registry: transparent to what is around it."""
 
 import copy
-import pickle
 
 import mmpretrain
 import pytest
@@ -122,10 +121,10 @@ def test_chosen_layers_and_phases():
 
 
 @pytest.mark.parametrize('phase', ['conv', 'attn'])
-def test_copies_and_pickles(phase):
+def test_copies(phase):
     model, x = build(phase=phase, content='additive'), images()
     model.eval()  # mmpretrain's ResNet does not return itself
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ExponentialMovingAverage(model).module):
+    for other in (copy.deepcopy(model), ExponentialMovingAverage(model).module):
         other.eval()
         assert type(other) is type(model) and isinstance(other, ResNet) and other.phase == phase
         assert all(torch.equal(a, b) for a, b in zip(other(x), model(x)))

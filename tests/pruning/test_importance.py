@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.convert import convs_to_attention
-from attncnn_plugin.heads.found import FoundHeads
+from attncnn_plugin.heads.found import Heads
 from attncnn_plugin.pruning import (
     count_multiply_adds,
     head_costs,
@@ -307,7 +307,7 @@ def test_observed_attention_is_that_of_the_model():
 
 def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
     """Though their mean maps are the same, and uniform."""
-    observed, layer = ObservedAttention(3), FoundHeads('', nn.Identity(), 3)
+    observed, layer = ObservedAttention(3), Heads('', nn.Identity(), 3)
     for shift in range(4):
         maps = [torch.eye(4).roll(shift * sign, 1) for sign in (1, -1)]
         observed.add(torch.stack([*maps, torch.full((4, 4), 0.25)])[None])

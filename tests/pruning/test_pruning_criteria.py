@@ -251,12 +251,6 @@ def test_heads_made_of_a_convolution(kind):
     assert find_degenerate_heads(layer).heads == []
 
 
-def test_a_layer_without_heads():
-    for layer in (quadratic([1.0]), generalized([[1, 0, 0, 1]]), learned(num_heads=1)):
-        layer.prune_heads([0], allow_empty=True)
-        assert find_degenerate_heads(layer, ['entropy', 'duplicate', 'uniform'], 4) == DegeneracyReport(0, ())
-
-
 def test_criteria_that_are_refused():
     layer = quadratic([1.0, 1.0])
     for wrong in ('Uniform', dict(type='uniform', limit=1), dict(threshold=1), dict(type=3), 5):

@@ -198,11 +198,11 @@ def test_a_folder_of_images(images):
     set_data(config, 'folder', images, test_images=10)
     set_images(config, 10, seed=1)
     steps = [step.type for step in config.train_dataloader.dataset.dataset.pipeline]
-    assert steps == ['LoadImageFromFile', 'RandAugment', 'RandomErasing', 'PackInputs']
+    assert steps == ['LoadImageFromFile', 'RandomFlip', 'RandomCrop', 'RandAugment', 'RandomErasing', 'PackInputs']
     for loader in (config.train_dataloader, config.val_dataloader):
         dataset = DATASETS.build(loader.dataset)
         assert sorted(dataset.get_gt_labels()) == list(range(10)) and dataset[0]['inputs'].shape == (3, 32, 32)
-    augment, erase = config.train_dataloader.dataset.dataset.pipeline[1:3]  # of images that are blue first
+    augment, erase = config.train_dataloader.dataset.dataset.pipeline[3:5]  # of images that are blue first
     assert config.data_preprocessor.to_rgb and augment.hparams.pad_val == [114, 123, 125]
     assert (erase.fill_color, erase.fill_std) == ([113.8575, 122.961, 125.307], [51.255, 50.847, 51.5865])
     (images / 'train/10').mkdir()
@@ -226,7 +226,8 @@ def test_cifar(data, classes, pad_val):
     """What an augmentation leaves empty has the mean of the images, as the preprocessor has it."""
     config = network_config('deit', {})
     set_data(config, data, Path('elsewhere'))
-    augment, erase, _ = config.train_dataloader.dataset.pipeline
+    flip, crop, augment, erase, _ = config.train_dataloader.dataset.pipeline
+    assert (flip.prob, flip.direction, crop.crop_size, crop.padding) == (0.5, 'horizontal', 32, 4)
     assert augment.hparams.pad_val == pad_val and erase.fill_color == config.data_preprocessor.mean
     assert config.model.head.num_classes == config.data_preprocessor.num_classes == classes
     dataset = config.val_dataloader.dataset
@@ -441,7 +442,7 @@ def test_trainings_that_fail(tool, tmp_path, monkeypatch):
         (['--cfg-options', 'train_dataloader.batch_size=all'], '^first, 40 images, epochs: 3, seed 0: TypeError'),
         (['--test-images', 0], 'the images cannot be used: ValueError: num_images=0 of BalancedSubset must be'),
         (
-            ['--cfg-options', 'train_dataloader.dataset.dataset.pipeline.0.scale=28'],
+            ['--cfg-options', 'val_dataloader.dataset.pipeline.0.scale=28'],
             r'the images cannot be used: ValueError: they have the shape \(3, 28, 28\), but the networks are for',
         ),
         (['--data-root', 'images'], '--data-root images is for images in a folder'),

@@ -1,7 +1,10 @@
 """Two phases and pruning in a plain loop: optimizer, average, resuming, two ranks, mistakes."""
 
 import copy
+import functools
 import io
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -236,6 +239,10 @@ def test_pruning_draws_no_random_numbers():
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+# The rank that is killed, or the other one, which notices first.
+KILLED = torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException
+
+
 def on_a_rank(rank, function, folder):
     dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
     torch.save(function(rank, slice(4 * rank, 4 * rank + 4), folder), folder / f'{rank}.pt')
@@ -244,30 +251,41 @@ def on_a_rank(rank, function, folder):
 
 def on_two_ranks(function, folder):
     """What a function of the rank, its half of the images and a folder returns on each of two ranks."""
+    (folder / 'meeting').unlink(missing_ok=True)
     torch.multiprocessing.start_processes(on_a_rank, (function, folder), nprocs=2, start_method='fork')
     return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
 
 
-def train_a_rank(rank, half, folder):
+def train_a_rank(rank, half, folder, killed_in=None):
+    """Goes on from the checkpoint in the folder, if there is one; the second rank can be killed in an epoch."""
     torch.manual_seed(rank)  # DDP brings the ranks together
-    ddp = DistributedDataParallel(small_cmhsa('conv'))
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    model, start = small_cmhsa('conv'), len(list(folder.glob('epoch_*.pt')))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if start:
+        checkpoint = torch.load(folder / f'epoch_{start}.pt')
+        follow_with_optimizer(model, optimizer, checkpoint['model'])
+        model.load_state_dict(checkpoint['model'])
+        optimizer.load_state_dict(checkpoint['optimizer'])
+    ddp = DistributedDataParallel(model)
     parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES[half], LABELS[half])], keep=12)
-    for epoch in range(4):
+    for epoch in range(start, 4):
         for part in parts:
             if part.on_epoch_begin(ddp.module, optimizer, epoch):
                 ddp = DistributedDataParallel(ddp.module)
+        if epoch == killed_in and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         step(ddp, optimizer, IMAGES[half], LABELS[half])
-        if epoch == 0 and rank == 0:
-            torch.save(ddp.module.state_dict(), folder / 'start.pt')
-    return ddp.module.state_dict()
+        if rank == 0:
+            states = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+            torch.save(states, folder / f'epoch_{epoch + 1}.pt')
+    return model.state_dict()
 
 
 def test_two_ranks_are_one_training(tmp_path):
     """The ranks stay equal, and do what one process does with the batches of both."""
     one, other = on_two_ranks(train_a_rank, tmp_path)
     model = small_cmhsa('conv')
-    model.load_state_dict(torch.load(tmp_path / 'start.pt'))
+    model.load_state_dict(torch.load(tmp_path / 'epoch_1.pt')['model'])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)
     for epoch in range(1, 4):
@@ -278,6 +296,22 @@ def test_two_ranks_are_one_training(tmp_path):
     for name, value in model.state_dict().items():
         assert torch.equal(one[name], other[name]), name
         assert torch.allclose(one[name], value, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_resumed(tmp_path):
+    """In the epoch of the pruning, which is made again, and in the next one: the weights of an unbroken training."""
+    folders = [tmp_path / name for name in ('whole', 'at_once', 'later')]
+    for folder in folders:
+        folder.mkdir()
+    (whole, _), killed_in = on_two_ranks(train_a_rank, folders[0]), (2, 3)
+    for folder, epoch in zip(folders[1:], killed_in):
+        with pytest.raises(KILLED):
+            on_two_ranks(functools.partial(train_a_rank, killed_in=epoch), folder)
+        assert len(list(folder.glob('epoch_*.pt'))) == epoch
+        for resumed in on_two_ranks(train_a_rank, folder):
+            assert resumed.keys() == whole.keys()
+            assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize('value', [-1, 1.5, '3', True])

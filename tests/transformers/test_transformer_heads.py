@@ -85,9 +85,8 @@ def test_removed_heads_are_heads_at_zero(name, fused):
     for other in others:
         assert torch.equal(output_of(other, images), pruned)
         assert [type(x) for x in other.modules()] == [type(x) for x in whole.modules()]
-        for allow_empty in (False, True):
-            with pytest.raises(ValueError, match='all heads of the layer: keep one'):
-                prune_heads(other, {first: [0, 1]}, allow_empty=allow_empty)
+        with pytest.raises(ValueError, match='all heads of .*: keep one'):
+            prune_heads(other, {first: [0, 1]})
         prune_heads(other, {first: [1]})
         masked = output_of(mask_heads(copy.deepcopy(whole), {**heads, first: [1, 2]}), images)
         torch.testing.assert_close(output_of(other, images), masked, rtol=1e-12, atol=1e-12)

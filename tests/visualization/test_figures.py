@@ -154,15 +154,6 @@ def test_wrong_arguments_of_figures():
         plot_center_movement({})
 
 
-def test_layers_without_heads_are_drawn_empty():
-    model = small_timm('sa_quadratic_cifar')
-    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    assert head_marks(centers_of(model, (4, 4)).axes[0]) == {}
-    axes = plot_heads(maps_of(model, (4, 4))).axes
-    assert len(axes) == 5  # one for the first layer, three maps and their colours
-    assert (axes[0].get_title(), axes[0].get_ylabel()) == ('no heads', 'block 0') and not axes[0].get_images()
-
-
 def test_figures_leave_no_trace():
     before, open_before = dict(pyplot.rcParams), pyplot.get_fignums()
     model = small_timm('sa_quadratic_cifar')

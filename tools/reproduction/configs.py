@@ -44,7 +44,8 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
     order = -1 if data == 'folder' else 1  # files are read blue first; a preprocessor has its colours red first
     mean, std = (list(other.data_preprocessor[name])[::order] for name in ('mean', 'std'))
     for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
-        dataset, own = other[name].dataset, config[name].dataset.pipeline
+        dataset, pipeline = other[name].dataset, config[name].dataset.pipeline
+        own = [step for step in pipeline if step.type not in ('RandomFlip', 'RandomCrop')]  # those are of the data
         for step in own:  # what an augmentation leaves empty has the mean of the images
             if 'fill_color' in step:
                 step.update(fill_color=mean, fill_std=std)

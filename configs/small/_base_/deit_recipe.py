@@ -1,6 +1,8 @@
-# DeiT's augmentation and regularization, which Li et al. 2021 (L21) leave as they are, instead of those of
-# data_cifar10.py and of the model. Its learning rate and its schedule are those of the other networks.
+# DeiT's augmentation and regularization, which Li et al. 2021 (L21) leave as they are, after that of data_cifar10.py.
+# Its learning rate and its schedule are those of the other networks.
 train_pipeline = [
+    dict(type='RandomFlip', prob=0.5, direction='horizontal'),
+    dict(type='RandomCrop', crop_size=32, padding=4),
     dict(
         type='RandAugment',
         policies='timm_increasing',
