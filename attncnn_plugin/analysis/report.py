@@ -6,7 +6,8 @@ which of the shifts of a kernel they cover (C20, Theorem 1 and Lemma 3).
 
 import math
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -120,15 +121,13 @@ def layer_report(
         >>> print(report.heads[1].criterion, report.heads[1].why)
         entropy relative entropy 1 > 0.99
     """
-    report = LayerReport(maps.grid, name, attention, maps.num_images)
-    if len(maps.probs) == 0:
-        return report
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
     convolutions = tuple(nearest_convolutions(shifts, padding_mode, values))
     by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
     heads = tuple(_head_statistics(maps, shifts, by_position))
-    return replace(report, convolutions=convolutions, spanned=tuple(spanned_kernels(shifts)), heads=heads)
+    spanned = tuple(spanned_kernels(shifts))
+    return LayerReport(maps.grid, name, attention, maps.num_images, convolutions, spanned, heads)
 
 
 def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
@@ -243,7 +242,7 @@ class LayerReport:
         attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
         num_images (int): Number of images that it is a mean over, 0 for what depends only on position.
         convolutions (tuple[NearestConvolution, ...]): The nearest 3x3 and 5x5 convolution, without a kernel that is
-            larger than the grid; for an ``ImageAttention`` that of only its window. Empty without heads.
+            larger than the grid; for an ``ImageAttention`` that of only its window.
         spanned (tuple[Expressibility, ...]): How near the heads come to all 3x3 and 5x5 kernels at interior queries,
             whatever their value matrices, see :func:`~attncnn_plugin.convert.expressible_shifts`, without a kernel that
             is larger than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
@@ -254,9 +253,9 @@ class LayerReport:
     name: str
     attention: str
     num_images: int
-    convolutions: Tuple[NearestConvolution, ...] = ()
-    spanned: Tuple[Expressibility, ...] = ()
-    heads: Tuple[HeadStatistics, ...] = ()
+    convolutions: Tuple[NearestConvolution, ...]
+    spanned: Tuple[Expressibility, ...]
+    heads: Tuple[HeadStatistics, ...]
 
     @property
     def num_heads(self) -> int:
@@ -265,15 +264,13 @@ class LayerReport:
 
     @property
     def best(self) -> Optional[NearestConvolution]:
-        """The smallest of the convolutions whose error is the least, to 0.01; None without heads or convolutions."""
+        """The smallest of the convolutions whose error is the least, to 0.01; None without any."""
         least = min((entry.error for entry in self.convolutions), default=0.0)
         return next((entry for entry in self.convolutions if entry.error <= least + NEARLY), None)
 
     @property
     def summary(self) -> str:
         """The nearest convolution in words, such as ``'3x3 convolution, error 0'``."""
-        if not self.heads:
-            return 'no heads: the layer is its bias'
         return str(self.best or 'smaller than a 3x3 kernel')
 
     def to_dict(self) -> Dict[str, Any]:
@@ -282,7 +279,7 @@ class LayerReport:
         return {**asdict(self), 'summary': self.summary, 'best': best}
 
     def __str__(self) -> str:
-        return '\n'.join([self.sentences, self.table] if self.heads else [self.sentences])
+        return f'{self.sentences}\n{self.table}'
 
     @property
     def sentences(self) -> str:
@@ -334,11 +331,10 @@ class HeadReport:
         rows, texts, first = [MODEL_COLUMNS], [], {}
         for report in self.layers:
             heads = report.heads
-            masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
-            means = [f'{mass / len(heads):.0%}' for mass in masses] or ['-', '-']
+            means = [f'{fmean(own):.0%}' for own in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
             span = f'{report.spanned[0].error:.1%}' if report.spanned else '-'
             nearest = report.summary.replace(' convolution', '').replace(', error', ':')
             rows.append([report.name, report.attention, str(len(heads)), *means, span, nearest])
-            alike = first.setdefault(report.table, report) if heads else report
+            alike = first.setdefault(report.table, report)
             texts.append(str(report) if alike is report else f'{report.sentences}\n  heads as those of {alike.name}')
         return '\n\n'.join([*texts, table(rows)])

@@ -116,16 +116,11 @@ def plot_attention_distance(reports: Mapping[str, HeadReport]) -> Figure:
 
     Returns:
         Figure: Two axes a model; x is the number of the layer, from 0.
-
-    Raises:
-        ValueError: No reports, or one without layers that have heads.
     """
     figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
     panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
     for column, (label, report) in enumerate(reports.items()):
-        layers = {layer.name: layer for layer in report.layers if layer.heads}.values()  # the last one of a layer
-        if not layers:
-            raise ValueError(f'the report of {label} has no layers with heads')
+        layers = {layer.name: layer for layer in report.layers}.values()  # the last one of a layer
         for axes, (number, name) in zip(panels[:, column], PANELS.items()):
             means = []
             for place, layer in enumerate(layers):
