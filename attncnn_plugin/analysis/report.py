@@ -328,7 +328,8 @@ class HeadReport:
         return {**origin, 'layers': [report.to_dict() for report in self.layers]}
 
     def __str__(self) -> str:
-        rows, texts, first = [MODEL_COLUMNS], [], {}
+        rows, texts = [MODEL_COLUMNS], []
+        first: Dict[str, LayerReport] = {}
         for report in self.layers:
             heads = report.heads
             means = [f'{fmean(own):.0%}' for own in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]

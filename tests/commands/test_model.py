@@ -46,20 +46,16 @@ def test_images(folder):
         stacked([Picture('', torch.zeros(3, size, 4), image.pixels) for size in (5, 4)])
 
 
-@pytest.mark.parametrize(
-    'is_terminal, number, shown', [(True, 2, ['50%']), (False, 20, []), (False, 200, ['15%', '45%'])]
-)
-def test_progress(is_terminal, number, shown, monkeypatch):
+@pytest.mark.parametrize('is_terminal, number, least, most', [(True, 9, 9, 10), (False, 20, 0, 0), (False, 200, 2, 7)])
+def test_progress(is_terminal, number, least, most, monkeypatch):
     """A bar on a terminal; in a log a line each half minute, none of short work. The loss stays what it is."""
     stream, seconds = io.StringIO(), itertools.count()
     stream.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, 'stderr', stream)
-    monkeypatch.setattr('tqdm.std.time', lambda: next(seconds))
+    monkeypatch.setattr('tqdm.std.time', lambda: next(seconds))  # a second or two for each
     with progress(lambda model, batch: batch, number, 'heads') as counted:
         assert [counted(None, own) for own in range(number)] == list(range(number))
-    said = stream.getvalue()
-    assert all(f'heads:  {part}' in said for part in shown) and bool(said) == bool(shown)
-    assert is_terminal or said.count('%') <= number / 20
+    assert least <= stream.getvalue().count('heads: ') <= most
 
 
 def test_grey_images():
