@@ -63,6 +63,9 @@ def head_report(
             be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
             for what depends only on position; pixels for attention instead of convolutions.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all.
+        call (Callable, optional): ``call(model, images)`` runs the model. Defaults to None, ``model(images)``.
 
     Returns:
         HeadReport: The reports of the layers, in the order of the blocks.
@@ -168,7 +171,7 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
 
 
 def _finite(values: Tensor) -> Any:
-    """Returns numbers as a number or as tuples, None if one of them is not finite."""
+    """Returns a tensor as a number or as tuples; None if it is not finite."""
     if not values.isfinite().all():
         return None
     return tuple(map(_finite, values)) if values.ndim else values.item()
@@ -274,7 +277,7 @@ class LayerReport:
         return str(self.best or 'smaller than a 3x3 kernel')
 
     def to_dict(self) -> Dict[str, Any]:
-        """Returns data for JSON."""
+        """Returns all numbers as data for JSON."""
         best = None if self.best is None else asdict(self.best)
         return {**asdict(self), 'summary': self.summary, 'best': best}
 
@@ -316,7 +319,7 @@ class HeadReport:
     layers: Tuple[LayerReport, ...]
 
     def to_dict(self, **origin: Any) -> Dict[str, Any]:
-        """Returns data for JSON.
+        """Returns all numbers as data for JSON.
 
         Args:
             origin: Further entries, for instance the model and the checkpoint that it is of.

@@ -23,7 +23,7 @@ Axes = Sequence[Tensor]  # a tensor for rows, and one for columns
 
 
 class ShiftMaps:
-    """The probabilities of a layer's heads, and where their queries are.
+    """The attention maps of a layer, and their sums by shift.
 
     Args:
         maps (MeanAttention): The probabilities.

@@ -42,7 +42,7 @@ PICTURES = '.png', '.svg', '.pdf'
 
 
 def setting(text: str) -> str:
-    """Returns a ``key=value`` as it stands, for argparse; refuses others, such as a file after the option."""
+    """Returns a ``key=value`` unchanged, and refuses any other word, such as a file name after the option."""
     if '=' not in text:
         raise argparse.ArgumentTypeError(f'{text} is no key=value: put all that is none before this option')
     return text
@@ -67,7 +67,7 @@ def share(text: str) -> float:
 
 
 def named_heads(text: str) -> Dict[Any, List[int]]:
-    """Returns heads by the number of the block or the name of the layer."""
+    """Returns heads by block number or layer name, from a dict in Python's notation."""
     try:
         heads = ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -78,7 +78,7 @@ def named_heads(text: str) -> Dict[Any, List[int]]:
 
 
 def parse_args(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    """Reads the command line; ends the process with status 2 where it cannot be followed."""
+    """Reads the command line; a mistake ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog='attncnn',
         description='See, rank and prune the heads of a vision model, turn its convolutions into heads.',

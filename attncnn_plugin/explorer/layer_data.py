@@ -82,7 +82,7 @@ def layers_of(model: nn.Module, images: Any, call: Call) -> Tuple[List[Dict[str,
 
 
 def _add(found: Dict[str, Dict[str, Any]], name: str, layer: Dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Adds the parts of a layer on one more image, probabilities and what lies beside the grid, to what was found."""
+    """Adds a layer's attention on one more image to what was found: by part, on the grid and beside it."""
     own = found.setdefault(name, dict(dict(others=[], keys=None, parts={}), **layer))
     if 'seen' in layer:  # in some image
         own['seen'] = own['seen'] | layer['seen']
@@ -129,7 +129,7 @@ def _layer(name: str, probs: Tensor, places: Places) -> Tuple[Dict[str, Any], Di
 
 
 def packed(array: np.ndarray) -> Dict[str, Any]:
-    """Returns an array as it is in the data."""
+    """Returns an array as the page stores it."""
     data = gzip.compress(array.astype(array.dtype.newbyteorder('<')).tobytes(), mtime=0)
     return dict(dtype=array.dtype.name, shape=array.shape, data=base64.b64encode(data).decode())
 

@@ -218,7 +218,7 @@ def _in_windows(maps: MeanAttention, probs: Tensor, place: Tuple[int, int]) -> T
 
 
 def _finish(figure: Figure, drawn: AxesImage, text: str) -> Figure:
-    """Adds the colour bar of the maps, and a line below."""
+    """Adds the colour bar of the maps, and a line of text below."""
     figure.supxlabel(text, fontsize=8)
     attention_bar(figure, drawn, ax=figure.axes, shrink=min(1, 2.5 / figure.get_figheight()), pad=0.01, aspect=15)
     return figure
