@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence
 VERBS = {
     'maps': 'Writes the attention of every layer to images, query by query, to a file of NumPy.',
     'report': 'Says where each head looks, and what convolution the heads of a layer form.',
-    'plot': 'Draws the heads of a model, or curves of trainings.',
+    'plot': 'Draws the heads of a model, or their paths during a training.',
     'explore': 'Writes a page for the browser that shows where every head looks, from any place of an image.',
     'rank': 'Says which heads matter: their importance, and what the model loses without each.',
     'prune': 'Removes heads from a model: those that are named, or those that matter least.',
@@ -142,7 +142,13 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb == 'plot':
         figures = '; '.join(f'{name}: {text}' for name, text in FIGURES.items())
         add('--figure', choices=FIGURES, metavar='FIGURE', required=True, help=figures)
-        add('--query', nargs=2, type=int, metavar=('ROW', 'COLUMN'), help='in tokens, from 0 (default: the middle)')
+        add(
+            '--query',
+            nargs=2,
+            type=int,
+            metavar=('ROW', 'COLUMN'),
+            help='in tokens, from 0 (default: class token; middle)',
+        )
         add('--run', metavar='FOLDER', help='of --figure movement: the folder of the training')
     if verb == 'explore':
         add('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')

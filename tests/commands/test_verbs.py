@@ -73,7 +73,7 @@ def test_maps(done):
 def test_report(done, folder):
     said = done('report', *IMAGES, '--json', 'new/report.json', *MODEL)
     assert said.startswith('layer ') and 'blocks.1.attn: mean over 6 images, 4x4 tokens, 3 heads\n' in said
-    assert 'nearest shift: that which' in said and 'Saved new/report.json' in said
+    assert 'nearest shift: the shift that' in said and 'Saved new/report.json' in said
     report = json.loads((folder / 'new/report.json').read_text())
     assert (report['model'], report['checkpoint'], report['num_images']) == ('vit_tiny_patch16_224', 'vit.pth', 6)
     by_position = ['--timm', 'sa_quadratic_small', '--pretrained']  # no images are needed
