@@ -147,7 +147,7 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
             nargs=2,
             type=int,
             metavar=('ROW', 'COLUMN'),
-            help='in tokens, from 0 (default: class token; middle)',
+            help='in tokens, from 0',
         )
         add('--run', metavar='FOLDER', help='of --figure movement: the folder of the training')
     if verb == 'explore':
