@@ -28,7 +28,7 @@ from .nearest_convolution import (
     spanned_kernels,
 )
 from .recorder import Call
-from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
+from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, window_mass
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
 NEARLY = 0.01  # difference of errors up to which the smaller kernel is the better one
@@ -160,7 +160,7 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
         mass_5x5=window_mass(shifts, 5),
         prefix_mass=maps.prefix_mass,
     )
-    for head, (shift, share) in enumerate(nearest_shifts(shifts, shift_shares(shifts))):
+    for head, (shift, share) in enumerate(nearest_shifts(shifts)):
         own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
         kind = 'hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft'
         found = degenerate.get(head)

@@ -142,13 +142,7 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb == 'plot':
         figures = '; '.join(f'{name}: {text}' for name, text in FIGURES.items())
         add('--figure', choices=FIGURES, metavar='FIGURE', required=True, help=figures)
-        add(
-            '--query',
-            nargs=2,
-            type=int,
-            metavar=('ROW', 'COLUMN'),
-            help='in tokens, from 0',
-        )
+        add('--query', nargs=2, type=int, metavar=('ROW', 'COLUMN'), help='in tokens, from 0')
         add('--run', metavar='FOLDER', help='of --figure movement: the folder of the training')
     if verb == 'explore':
         add('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')
