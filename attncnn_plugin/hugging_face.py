@@ -1,7 +1,7 @@
 """Loads models of Hugging Face transformers that were saved after some of their heads were pruned."""
 
 from pathlib import Path
-from typing import Any, Dict, Union
+from typing import Any, Callable, Dict, Union
 
 import torch
 
@@ -43,17 +43,26 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         raise ValueError(f'{folder}/config.json has the architecture {name}, which is no model of transformers')
 
-    class WithRecords(cls):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            for module in list(self.modules()):
-                module.register_buffer(RECORD, torch.zeros(3, dtype=torch.long))
+    def loaded(prepare: Callable[[Any], Any], **options: Any) -> Any:
+        """Loads the weights into a model that is prepared as soon as it is built."""
+
+        class Prepared(cls):  # type: ignore[misc, valid-type]
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                prepare(self)
+
+        # transformers chooses the loss, and translates old weights, by this name.
+        Prepared.__name__, Prepared.__module__ = cls.__name__, cls.__module__
+        return Prepared.from_pretrained(folder, **{**settings, **options, 'output_loading_info': True})
+
+    def add_records(model: Any) -> None:
+        for module in list(model.modules()):
+            module.register_buffer(RECORD, torch.zeros(3, dtype=torch.long))
 
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report what has another shape
     try:
-        every = {**settings, 'ignore_mismatched_sizes': True, 'output_loading_info': True}
-        model, info = _named_as(WithRecords, cls).from_pretrained(folder, **every)
+        model, info = loaded(add_records, ignore_mismatched_sizes=True)
     finally:
         transformers.logging.set_verbosity(verbosity)
     converted = [key for key in info['unexpected_keys'] if key.endswith(EXTRA_STATE)]
@@ -72,17 +81,6 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
     shapes = {key: saved.get(key, value) for key, value in own.items() if key not in missing}
     strict = not settings.get('ignore_mismatched_sizes')
 
-    class WithoutHeads(cls):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            follow_state_dict(self, shapes, strict)
-
-    model, info = _named_as(WithoutHeads, cls).from_pretrained(folder, **{**settings, 'output_loading_info': True})
+    model, info = loaded(lambda model: follow_state_dict(model, shapes, strict))
     model.__class__ = cls
     return (model, info) if settings.get('output_loading_info') else model
-
-
-def _named_as(cls: Any, base: Any) -> Any:
-    """Names a class after another: transformers chooses the loss, and translates old weights, by this name."""
-    cls.__name__, cls.__module__ = base.__name__, base.__module__
-    return cls

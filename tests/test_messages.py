@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from attncnn_plugin import analysis, attention, convert, pruning, transformers
+from attncnn_plugin import analysis, convert, pruning, transformers
 from attncnn_plugin.attention.positions import RelativeTables
 
 IMAGES = torch.rand(2, 3, 32, 32)
@@ -46,7 +46,6 @@ def test_no_numbers_of_a_tensor(call):
     [
         lambda x: convert.conv_to_mhsa(CONV, content=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=(8, 8), queries=x),
-        lambda x: attention.ContentAttention(8, 2, position=x),
     ],
 )
 def test_no_numbers_in_place_of_a_name(call):

@@ -212,18 +212,9 @@ def _seen_on_images(
             return
         if places.are_windows:
             windows.add(name)
-        for some, of_some in places.by_image(probs) if places.are_windows else [(probs, places)]:
-            whole, grid = of_some.on_grid(some)  # type: ignore[misc]
+        for grid, values in maps_between_patches(probs, places):
             seen[name] = None, grid
-            total = whole.sum(-1, keepdim=True)
-            own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
-            entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
-            largest = math.log(own.shape[-1])
-            if name in windows:
-                number = of_some.sees(some).sum(-1)[of_some.queries > 0]  # type: ignore[operator]
-                largest = max(number.double().log().mean().item(), torch.finfo(torch.float).tiny)
-            relative, left_out = (entropy / largest).clamp(max=1), 1 - total.squeeze(-1).mean(-1)
-            add(name, 'all', probs=own, entropy=entropy, relative_entropy=relative, prefix_mass=left_out)
+            add(name, 'all', **values)
 
     for batch in in_batches(images):
         observe(model, batch, visit, layers, call, visit_own)
@@ -239,6 +230,21 @@ def _seen_on_images(
         values.update(window=getattr(layer, 'window', None), in_windows=name in windows)
         means[name, part] = MeanAttention(grid=grid, num_images=number, **values)
     return seen, means
+
+
+def maps_between_patches(probs: Tensor, places: Places) -> Iterator[Tuple[Grid, Dict[str, Tensor]]]:
+    """Yields the grid of patches and the fields of :class:`MeanAttention`; of windows, image by image."""
+    for some, of_some in places.by_image(probs) if places.are_windows else [(probs, places)]:
+        whole, grid = of_some.on_grid(some)  # type: ignore[misc]
+        total = whole.sum(-1, keepdim=True)
+        own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
+        entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
+        largest = math.log(own.shape[-1])
+        if places.are_windows:
+            number = of_some.sees(some).sum(-1)[of_some.queries > 0]  # type: ignore[operator]
+            largest = max(number.double().log().mean().item(), torch.finfo(torch.float).tiny)
+        relative, left_out = (entropy / largest).clamp(max=1), 1 - total.squeeze(-1).mean(-1)
+        yield grid, dict(probs=own, entropy=entropy, relative_entropy=relative, prefix_mass=left_out)
 
 
 def is_of_position(layer: AttentionLayer, part: str) -> bool:

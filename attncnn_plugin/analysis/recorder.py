@@ -107,8 +107,7 @@ class AttentionRecorder:
         self._of: Dict[Any, Dict[str, Any]] = {}  # the pass of each run of the model; None for parts of it
 
     def __enter__(self) -> 'AttentionRecorder':
-        self._watching = watching(self.model, self._record, self.wanted, end=self._end)
-        self._watch = self._watching.__enter__()
+        self._watching = watching(self.model, self._record, self.wanted, end=self._end).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -117,7 +116,7 @@ class AttentionRecorder:
             self.wanted.check()
 
     def _record(self, name: str, probs: Tensor, places: Places) -> None:
-        functions: Any = self._watch.functions
+        functions: Any = self._watching.functions
         key = functions if functions.whole else None
         own = self._of.get(key)
         if own is None or key is None and name in own:
@@ -402,7 +401,7 @@ def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, 
     end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
         with watching(model, visit, touch=touch, end=end):
-            logits = called(model, copied_for_gradients(inputs), call)
+            logits = called(model, inputs, call)
         logits = getattr(logits, 'logits', logits)
         classes = torch.as_tensor(target, device='cpu').clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
@@ -420,10 +419,3 @@ def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, 
         weights = (attention.by_heads(gradient) * attention.by_heads(probs)).clamp(min=0).mean(1)
         rolled.add(attention.name, weights, 1.0, attention.places)
     return read[-1]
-
-
-def copied_for_gradients(inputs: Any) -> Any:
-    """Returns inputs whose tensors are copies, no inference tensors."""
-    if isinstance(inputs, Mapping):
-        return {name: copied_for_gradients(own) for name, own in inputs.items()}
-    return inputs.clone() if isinstance(inputs, Tensor) else inputs

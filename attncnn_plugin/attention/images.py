@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import check_plain_linear, head_products
-from .heads import HeadParameters, PrunableHeads
+from .attention_layer import AttentionLayer, HeadParameters, check_plain_linear, head_products
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
 from .positions import QuadraticEncoding, WindowEncoding
 from .precision import at_least_float32, full_precision
@@ -31,7 +30,7 @@ SHARED_GATE = 4.0  # λ of heads that content and position share: σ(λ) is 0.98
 SCORES_AT_ONCE = 2**19
 
 
-class ImageAttention(PrunableHeads):
+class ImageAttention(AttentionLayer):
     """Base class of attention with the inputs and outputs of a convolution.
 
     Keys are the pixels of the padded image, queries those that the stride keeps. A head sums up pixels by its

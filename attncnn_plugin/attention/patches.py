@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import check_plain_linear, head_products
-from .heads import HeadParameters, PrunableHeads
+from .attention_layer import AttentionLayer, HeadParameters, check_plain_linear, head_products
 from .precision import at_least_float32, full_precision
 from .shifts import at_grid_shifts, resize_loaded, resize_shift_table
 from .softmax import softmax
@@ -85,7 +84,7 @@ def _outside(table: Tensor, size: Sequence[int]) -> Tensor:
     return by_row.logsumexp(2)
 
 
-class PatchAttention(PrunableHeads):
+class PatchAttention(AttentionLayer):
     """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2).
 
     Queries, keys and values have no biases, as a null key has the key 0 and the value 0. A state dict with other

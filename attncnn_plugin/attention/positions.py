@@ -6,14 +6,14 @@ A constant added to all scores of a query changes nothing after softmax; the sco
 """
 
 from functools import partial
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32, widest_float
-from .shifts import at_shifts, axis_shifts, over_axes, over_chain, resize_loaded, row_major
-from .softmax import softmax
+from .shifts import at_shifts, axis_shifts, resize_loaded, windows
+from .softmax import softmax, without_subnormals
 from .window import shown
 
 
@@ -65,10 +65,6 @@ class QuadraticEncoding(nn.Module):
         factor = torch.diag_embed(at_least_float32(self.sqrt_precision)[:, None].expand(center.shape))
         return GaussianHeads(center, factor)
 
-    def scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``."""
-        return over_axes(self.axis_scores(size))
-
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns the terms on a grid of ``size``, ``(N_h, n, n)`` for an axis of n tokens, at least float32."""
         return tuple(self.scores_along(axis, axis_shifts(n, self.center.device)) for axis, n in enumerate(size))
@@ -118,81 +114,64 @@ class GeneralizedQuadraticEncoding(nn.Module):
     def shift_scores(self, size: Sequence[int]) -> Tensor:
         """Returns the scores of all shifts of a grid, ``(N_h, 2·H − 1, 2·W − 1)``, those of a shift near Δ at 0.
 
-        They are in float64 where the device has it: for a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a
-        small difference of large numbers.
+        The shifts of each axis go from the last to the first. The scores are in float64 where the device has it: for a
+        head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
         """
-        axes = zip(size, self.center.to(widest_float(self.center)).T[:, :, None, None])
-        differences, sums = [], []
-        for axis, (n, center) in enumerate(axes):
-            shift = torch.arange(1 - n, n, device=center.device, dtype=center.dtype)
-            shift = shift[:, None] if axis == 0 else shift
+        axes = []
+        for n, center in zip(size, self.center.to(widest_float(self.center)).T[..., None]):
+            shift = torch.arange(n - 1, -n, -1, device=center.device, dtype=center.dtype)
             # As in one dimension, with the shift δ0 near Δ as the origin of the scores,
             #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
             nearest = center.detach().round().clamp(1 - n, n - 1)
-            differences.append(shift - nearest)
-            sums.append(shift + nearest - 2 * center)
-        difference, total = self._project(*differences), self._project(*sums)
-        return -(difference[0] * total[0] + difference[1] * total[1]) / 2
+            axes.append((shift - nearest, shift + nearest - 2 * center))  # (N_h, 2·n − 1)
+        of_rows, of_columns = self.sqrt_precision.to(axes[0][0])[..., None, None].unbind(1)
+        difference, total = (
+            of_rows * row[:, None, :, None] + of_columns * column[:, None, None] for row, column in zip(*axes)
+        )
+        return -(difference * total).sum(1) / 2
 
-    def chain(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
-        """Returns the scores as log P(k2 | q) and log P(k1 | q1, δ2), whose sum is log P(k | q), at least float32.
+    def chain_probs(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
+        """Returns P(k1 | q1, δ2) and P(k2 | q), whose product is P(k | q), at least float32.
 
-        A key's row depends on the query's column only by δ2. So there are fewer entries than pairs, ``(N_h, H, W, W)``
-        at (q1, q2, k2) and ``(N_h, H, 2·W − 1, H)`` at (q1, δ2, k1), and float64 costs little.
+        A key's row depends on the query's column only by δ2. So there are fewer entries than pairs,
+        ``(N_h, H, H, 2·W − 1)`` at (q1, k1, δ2) and ``(H, W, N_h, W)`` at (q1, q2, k2), and float64 costs little. Keys
+        and shifts go from the last to the first, so that the rows of all pairs are a view, which takes little memory.
         """
         height, width = size
-        rows = at_shifts(self.shift_scores(size).mT, height)  # (N_h, δ2, q1, k1)
-        total = rows.logsumexp(-1)
-        columns = at_shifts(total.mT, width)
-        columns = columns - columns.logsumexp(-1, keepdim=True)
         dtype = torch.promote_types(self.center.dtype, torch.float32)
-        return columns.to(dtype), (rows - total[..., None]).to(dtype).transpose(1, 2)
-
-    def scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, logarithms of probabilities."""
-        return row_major(over_chain(*self.chain(size), torch.add))
-
-    def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns the two entries of Mᵀ(row, column)ᵀ of every head."""
-        factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None]
-        return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
+        scores = windows(self.shift_scores(size).mT, height).movedim(1, -1)  # (N_h, q1, k1, δ2)
+        largest = scores.detach().amax(2, keepdim=True)
+        rows = (scores - largest).to(dtype).exp()
+        total = rows.sum(2, keepdim=True)
+        columns = windows((largest + total.log()).squeeze(2).transpose(0, 1), width).transpose(1, 2)
+        return without_subnormals(rows / total), softmax((columns - columns.detach().amax(-1, keepdim=True)).to(dtype))
 
 
 class RelativeTables(nn.Module):
     """A vector for every row shift and every column shift, one after the other: r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
 
-    Learned tables refuse a grid larger than ``max_size``; those of a checkpoint for another grid are resized while they
-    load. Sinusoidal tables have no parameters and no limit.
+    The tables refuse a grid larger than ``max_size``; those of a checkpoint for another grid are resized while they
+    load.
 
     Args:
-        dim (int): Length D_p of r_δ, half of it for rows and half for columns; even, for sinusoidal ones a multiple
-            of 4.
-        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned tables.
-        sinusoidal (bool): Whether the tables are sinusoidal, not learned. Defaults to False.
+        dim (int): Length D_p of r_δ, half of it for rows and half for columns; even.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid.
 
     Raises:
-        ValueError: A ``dim`` that cannot be cut in half, or not into sines and cosines; an invalid ``max_size``.
+        ValueError: A ``dim`` that cannot be cut in half; an invalid ``max_size``.
 
     Attributes:
-        row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
-        column_table (Parameter | None): C, ``(2·max_width − 1, D_p/2)``, starts at N(0, 1).
+        row_table (Parameter): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
+        column_table (Parameter): C, ``(2·max_width − 1, D_p/2)``, starts at N(0, 1).
     """
 
-    row_table: Any
-    column_table: Any
-
-    def __init__(self, dim: int, max_size: Tuple[int, int], sinusoidal: bool = False, **dd: Any) -> None:
+    def __init__(self, dim: int, max_size: Tuple[int, int], **dd: Any) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
-        if sinusoidal and dim % 4:
-            raise ValueError(f'dim={dim} must be a multiple of 4: sinusoidal r_δ have sines and cosines of both axes')
         if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
             raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
-        self.dim = dim
-        for name, n in zip(('row_table', 'column_table'), max_size):
-            table = torch.empty(2 * n - 1, dim // 2, **dd)
-            self.register_parameter(name, None if sinusoidal else nn.Parameter(table))
+        self.row_table, self.column_table = (nn.Parameter(torch.empty(2 * n - 1, dim // 2, **dd)) for n in max_size)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(partial(resize_loaded, (0,)))
 
@@ -201,22 +180,16 @@ class RelativeTables(nn.Module):
             nn.init.normal_(table)
 
     @property
-    def max_size(self) -> Optional[Tuple[int, int]]:
-        """Height and width of the largest grid; None without a limit."""
-        if self.row_table is None:
-            return None
+    def max_size(self) -> Tuple[int, int]:
+        """Height and width of the largest grid."""
         return (len(self.row_table) + 1) // 2, (len(self.column_table) + 1) // 2
 
-    def forward(self, size: Sequence[int], like: Tensor) -> Tuple[Tensor, ...]:
+    def forward(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns R and C of the shifts of a grid, ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
 
-        Sinusoidal tables have the device and the dtype of ``like``.
-
         Raises:
-            ValueError: The grid is larger than the learned tables.
+            ValueError: The grid is larger than the tables.
         """
-        if self.max_size is None:
-            return tuple(sinusoid(n, self.dim // 2, at_least_float32(like)) for n in size)
         if size[0] > self.max_size[0] or size[1] > self.max_size[1]:
             raise ValueError(
                 f'the grid of {size[0]}x{size[1]} tokens is larger than the {self.max_size[0]}x{self.max_size[1]} that '
@@ -227,20 +200,12 @@ class RelativeTables(nn.Module):
         return tuple(at_least_float32(table[largest - n : largest + n - 1]) for table, largest, n in axes)
 
 
-def sinusoid(n: int, dim: int, like: Tensor) -> Tensor:
-    """Returns sines, then cosines, of the shifts 1 − n … n − 1, ``(2·n − 1, dim)`` (Vaswani et al. 2017, 3.5)."""
-    shift = torch.arange(1 - n, n, device=like.device, dtype=like.dtype)
-    frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
-    angle = shift[:, None] * frequency
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
-
-
 class LearnedEncoding(nn.Module):
     """Learned encoding, vᵀr_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3). Separable.
 
     Args:
         num_heads (int): Number of heads N_h.
-        dim, max_size, sinusoidal: As of :class:`RelativeTables`.
+        dim, max_size: As of :class:`RelativeTables`.
 
     Attributes:
         weight (Parameter): v of each head, for R then for C, ``(N_h, D_p)``. Each half starts as the weight of
@@ -248,23 +213,21 @@ class LearnedEncoding(nn.Module):
         tables (RelativeTables): R and C.
     """
 
-    def __init__(
-        self, num_heads: int, dim: int, max_size: Tuple[int, int], sinusoidal: bool = False, **dd: Any
-    ) -> None:
+    def __init__(self, num_heads: int, dim: int, max_size: Tuple[int, int], **dd: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, dim, **dd))
-        self.tables = RelativeTables(dim, max_size, sinusoidal, **dd)
+        self.tables = RelativeTables(dim, max_size, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        limit = (self.tables.dim / 2) ** -0.5
+        limit = (self.weight.shape[1] / 2) ** -0.5
         nn.init.uniform_(self.weight, -limit, limit)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns the terms on a grid of ``size``, as :meth:`QuadraticEncoding.axis_scores`."""
         halves = at_least_float32(self.weight)[:, None].chunk(2, dim=-1)
         # Not matmul: autocast would round it.
-        terms = [(v * table).sum(-1) for v, table in zip(halves, self.tables(size, like=self.weight))]
+        terms = [(v * table).sum(-1) for v, table in zip(halves, self.tables(size))]
         return tuple(at_shifts(term, n) for term, n in zip(terms, size))
 
 

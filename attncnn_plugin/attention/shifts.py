@@ -25,37 +25,23 @@ def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tenso
     return total
 
 
+def windows(values: Tensor, size: int) -> Tensor:
+    """Returns all windows of ``size`` neighbours in the last dimension, ``(…, windows, size)``, as a view."""
+    if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
+        start = torch.arange(values.shape[-1] - size + 1, device=values.device)
+        return values[..., start[:, None] + torch.arange(size, device=values.device)]
+    return values.unfold(-1, size, 1)
+
+
 def at_shifts(values: Tensor, size: int) -> Tensor:
     """Looks up ``values`` of the shifts 1 − size … size − 1 for all queries and keys, ``(…, size, size)``."""
-    return at_shifts_backwards(values, size).flip(-1)
-
-
-def at_shifts_backwards(values: Tensor, size: int) -> Tensor:
-    """Does what :func:`at_shifts` does, but from the last key to the first: a view, which takes little memory."""
-    if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
-        return values[..., axis_shifts(size, values.device).flip(-1) + size - 1]
-    return values.flip(-1).unfold(-1, size, 1)
+    return windows(values.flip(-1), size).flip(-1)  # from the last key to the first: δ + 1 is the next query's δ
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     """Looks up a table ``(N, 2·H − 1, 2·W − 1)`` for all queries and keys of a grid, ``(N, H*W, H*W)``."""
     columns = at_shifts(table, size[1]).movedim(1, -1)  # (N, q2, k2, δ1)
     return at_shifts(columns, size[0]).permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)
-
-
-def over_chain(columns: Tensor, rows: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Combines entries at (q1, q2, k2) and at (q1, δ2, k1) to those of all pairs, ``(…, q1, q2, k2, k1)``.
-
-    The columns of keys go from the last to the first. So one pass over the pairs is enough: those at δ2 = k2 − q2 are a
-    view.
-    """
-    rows = at_shifts_backwards(rows.contiguous().mT, columns.shape[-1]).movedim(-3, -1)
-    return combine(rows, columns.flip(-1)[..., None])
-
-
-def row_major(pairs: Tensor) -> Tensor:
-    """Puts the pairs of :func:`over_chain`, of all heads, in row-major order, ``(N, H*W, H*W)``."""
-    return pairs.flip(-2).mT.flatten(3).flatten(1, 2)
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:

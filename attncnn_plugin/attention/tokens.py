@@ -5,27 +5,25 @@ Tokens ``(B, H, W, D)`` become tokens of the same shape, for any H and W that th
 Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584 (C20)
 """
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import math
+from typing import Any, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from .attention_layer import check_plain_linear, head_products
-from .heads import HeadParameters, PrunableHeads
+from .attention_layer import AttentionLayer, HeadParameters, check_plain_linear, head_products
 from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, RelativeTables
 from .precision import at_least_float32, full_precision
-from .shifts import at_shifts, over_axes, over_chain, row_major
+from .shifts import at_shifts, over_axes, windows
 from .softmax import softmax, without_subnormals
-from .window import check_choice
+from .strides import is_exporting
 
-TABLES = ('relative_learned', 'relative_sinusoidal')
-GAUSSIANS: Dict[str, Any] = {
-    'relative_quadratic': QuadraticEncoding,
-    'relative_generalized': GeneralizedQuadraticEncoding,
-}
+# Of so many pairs of a query and a key, or of one head, probabilities are computed at once. For 32×32 tokens all heads
+# at once take a third longer, and more memory; for 16×16 tokens one head at a time takes a tenth longer.
+PAIRS_AT_ONCE = 2**20
 
 
-class GridAttention(PrunableHeads):
+class GridAttention(AttentionLayer):
     """Mixes tokens by the scores of a position encoding; the base of the layers below.
 
     The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D
@@ -77,9 +75,6 @@ class GridAttention(PrunableHeads):
     def _probs(self, x: Tensor) -> Tensor:
         """Returns the probabilities of an input, ``(H*W, N_h, H*W)`` or ``(B, H*W, N_h, H*W)``."""
         return self.attention_probs(x.shape[1:3]).transpose(0, 1)
-
-    def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
-        return softmax(self.encoding.scores(size))
 
     def value_matrices(self) -> Tensor:
         check_plain_linear('value', self.value)
@@ -133,100 +128,75 @@ class GeneralizedQuadraticAttention(GridAttention):
     encoding_type = GeneralizedQuadraticEncoding
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
-        columns, rows = self.encoding.chain(size)
-        return row_major(without_subnormals(over_chain(softmax(columns), softmax(rows), torch.mul)))
+        return self._backwards(*self.encoding.chain_probs(size)).permute(2, 0, 1, 3, 4).flatten(3).flatten(1, 2).flip(2)
 
     def heads(self, x: Tensor) -> Tensor:
-        height, width = x.shape[1:3]
-        tokens = x.flip(2).permute(2, 1, 0, 3).flatten(2).flatten(0, 1)  # keys in the order of over_chain, (K, B·D)
+        tokens = x.flatten(1, 2).flip(1).transpose(0, 1).flatten(1)  # (K, B·D)
+        some = 1 if is_exporting() else max(1, PAIRS_AT_ONCE // math.prod(x.shape[1:3]) ** 2)
+        rows, columns = self.encoding.chain_probs(x.shape[1:3])
         heads: List[Tensor] = []
-        # Of one head at a time, whose probabilities take less memory than those of all.
-        for columns, rows in zip(*map(softmax, self.encoding.chain((height, width)))):
-            probs = self.attn_drop(without_subnormals(over_chain(columns, rows, torch.mul)))
-            head = probs.flatten(2).flatten(0, 1).to(x.dtype) @ tokens
-            heads.append(head.reshape(height, width, *x.shape[::3]).permute(2, 0, 1, 3))
+        for part in zip(rows.split(some), columns.split(some, 2)):
+            probs = self.attn_drop(self._backwards(*part)).to(x.dtype)
+            head = (probs.flatten(3).flatten(0, 2) @ tokens).unflatten(0, probs.shape[:3])
+            heads.append(head.unflatten(3, x.shape[::3]).permute(3, 0, 1, 2, 4).flatten(3))
         return torch.cat(heads, dim=-1)
+
+    def _backwards(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Returns the product of both, ``(q1, q2, N_h, k1, k2)``, keys from the last to the first."""
+        rows = windows(rows, columns.shape[-1]).permute(1, 3, 0, 2, 4)
+        return without_subnormals(columns[..., None, :] * rows)
 
 
 class LearnedAttention(SeparableAttention):
     """Attention with the learned encoding, v·r_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
 
-    Learned r_δ have D channels for rows and D for columns, as in the released code of C20, whose 12.3M parameters need
-    it; sinusoidal ones have D in all.
+    Vectors r_δ have D channels for rows and D for columns, as in the released code of C20, whose 12.3M parameters need
+    it.
 
     Args:
         dim, num_heads, attn_drop: As of :class:`GridAttention`.
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid. Defaults to (16, 16).
-        position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``: R and C. Defaults to
-            ``'relative_learned'``.
 
     Raises:
-        ValueError: An unknown ``position``; a ``dim`` that is no multiple of 4 for sinusoidal r_δ; see
-            :class:`GridAttention`.
+        ValueError: See :class:`GridAttention`.
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        max_size: Tuple[int, int] = (16, 16),
-        position: str = 'relative_learned',
-        attn_drop: float = 0.0,
-        **dd: Any,
+        self, dim: int, num_heads: int, max_size: Tuple[int, int] = (16, 16), attn_drop: float = 0.0, **dd: Any
     ) -> None:
         super().__init__(dim, num_heads, attn_drop, **dd)
-        check_choice('position', position, TABLES)
-        length = 2 * dim if position == 'relative_learned' else dim
-        self.encoding = LearnedEncoding(num_heads, length, max_size, position == 'relative_sinusoidal', **dd)
+        self.encoding = LearnedEncoding(num_heads, 2 * dim, max_size, **dd)
 
 
 class ContentAttention(GridAttention):
     """Attention by content and by relative position (C20, eq. 8), with q = W_qry x_q + b_q and k = W_key x_k + b_k.
 
-    - ``'relative_learned'`` and ``'relative_sinusoidal'``: scores (q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]] (C20,
-      4.3), as in the released code. These are all four terms of eq. 8 with u = v = b_q and Ŵ_key = I: b_q·k is u·k,
-      and b_q·r_δ is v·r_δ; b_k adds the same to all keys, and changes nothing.
-    - ``'relative_quadratic'`` and ``'relative_generalized'``: scores q·k/√D + v·r_δ with v and r_δ of eq. 9 or 19, so
-      that v·r_δ is the score of Gaussian heads.
+    Scores are (q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]] (C20, 4.3), as in the released code. These are all four terms
+    of eq. 8 with u = v = b_q and Ŵ_key = I: b_q·k is u·k, and b_q·r_δ is v·r_δ; b_k adds the same to all keys, and
+    changes nothing.
 
     Args:
-        dim (int): Channels D of a token, and of the queries and keys of a head.
+        dim (int): Channels D of a token, and of the queries and keys of a head; even.
         num_heads, max_size, attn_drop: As of :class:`LearnedAttention`.
-        position (str): See above. Defaults to ``'relative_learned'``.
 
     Raises:
-        ValueError: An unknown ``position``; a ``dim`` that is odd for learned r_δ, or no multiple of 4 for sinusoidal
-            ones; see :class:`GridAttention`.
+        ValueError: A ``dim`` that is odd; see :class:`GridAttention`.
 
     Attributes:
         query, key (nn.Linear): W_qry and b_q, W_key and b_k, D to N_h·D.
-        tables (RelativeTables | None): R and C, D/2 channels each.
-        encoding (nn.Module | None): The Gaussian heads.
+        tables (RelativeTables): R and C, D/2 channels each.
     """
 
     depends_on_content = True
+    has_position_scores = False  # q·r_δ depends on the query too
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        max_size: Tuple[int, int] = (16, 16),
-        position: str = 'relative_learned',
-        attn_drop: float = 0.0,
-        **dd: Any,
+        self, dim: int, num_heads: int, max_size: Tuple[int, int] = (16, 16), attn_drop: float = 0.0, **dd: Any
     ) -> None:
         super().__init__(dim, num_heads, attn_drop, **dd)
-        check_choice('position', position, (*TABLES, *GAUSSIANS))
-        self.position = position
-        self.has_position_scores = position in GAUSSIANS  # q·r_δ depends on the query too
         self.query = nn.Linear(dim, num_heads * dim, **dd)
         self.key = nn.Linear(dim, num_heads * dim, **dd)
-        sinusoidal = position == 'relative_sinusoidal'
-        self.tables = RelativeTables(dim, max_size, sinusoidal, **dd) if position in TABLES else None
-        self.encoding = GAUSSIANS[position](num_heads, **dd) if position in GAUSSIANS else None
-
-    def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, position={self.position!r}'
+        self.tables = RelativeTables(dim, max_size, **dd)
 
     def _probs(self, x: Tensor) -> Tensor:
         return softmax(self._scores(x))
@@ -237,22 +207,18 @@ class ContentAttention(GridAttention):
     def _scores(self, x: Tensor) -> Tensor:
         """Returns the scores as ``(B, H*W, N_h, H*W)``, in the order of the heads' outputs."""
         query = self.query(x)
-        first, *others = self._position_terms(query)
+        rows, columns = self._position_terms(query)
         # The strides of the sum are those of its first term; in place, as new memory takes longer than a sum.
-        scores = first + self._content_scores(query, x).transpose(1, 2).unflatten(3, x.shape[1:3])
-        for term in others:
-            scores += term
+        scores = rows + self._content_scores(query, x).transpose(1, 2).unflatten(3, x.shape[1:3])
+        scores += columns
         return scores.flatten(3)
 
     def content_scores(self, x: Tensor) -> Tensor:
         return self._content_scores(self.query(x), x)
 
     def position_scores(self, x: Tensor) -> Tensor:
-        scores: Any = sum(self._position_terms(self.query(x)))
-        return scores.flatten(-2).transpose(-3, -2).expand(len(x), -1, -1, -1)
-
-    def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
-        return None if self.encoding is None else super().position_probs(size)
+        rows, columns = self._position_terms(self.query(x))
+        return (rows + columns).flatten(-2).transpose(-3, -2)
 
     def head_parameters(self) -> HeadParameters:
         projections = [f'{linear}.{name}' for linear in ('query', 'key') for name in ('weight', 'bias')]
@@ -262,15 +228,12 @@ class ContentAttention(GridAttention):
         """Returns q·k/√D, ``(B, N_h, H*W, H*W)``."""
         return head_products(query.flatten(1, 2), self.key(x).flatten(1, 2), self.num_heads)
 
-    def _position_terms(self, query: Tensor) -> List[Tensor]:
-        """Returns the terms of q·r_δ/√D or v·r_δ for queries; they broadcast to ``(B, H*W, N_h, H, W)``."""
+    def _position_terms(self, query: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns the two terms of q·r_δ/√D, which broadcast to ``(B, H*W, N_h, H, W)``."""
         height, width = query.shape[1:3]
-        if self.tables is None:
-            return [self.encoding.scores((height, width)).transpose(0, 1).unflatten(2, (height, width))]
-        query = at_least_float32(query).unflatten(3, (self.num_heads, self.dim)) / self.dim**0.5
-        row, column = (table.T for table in self.tables((height, width), like=query))
-        of_rows, of_columns = query.chunk(2, dim=-1)
+        row, column = (table.T / self.dim**0.5 for table in self.tables((height, width)))
+        of_rows, of_columns = at_least_float32(query).unflatten(3, (self.num_heads, self.dim)).chunk(2, dim=-1)
         with full_precision(query.device.type):
             rows = torch.einsum('bijhd,dik->bijhk', of_rows, at_shifts(row, height))  # q₁·R[k1 − q1]
             columns = torch.einsum('bijhd,djk->bijhk', of_columns, at_shifts(column, width))  # q₂·C[k2 − q2]
-        return [rows.flatten(1, 2).contiguous()[..., :, None], columns.flatten(1, 2)[..., None, :]]
+        return rows.flatten(1, 2).contiguous()[..., :, None], columns.flatten(1, 2)[..., None, :]

@@ -37,7 +37,7 @@ FIGURES = {
     'movement': 'the centres over a training with AttentionVisualizationHook, --run FOLDER and no model',
 }
 CRITERIA = 'importance', 'ablation', 'degenerate', 'random'
-METHODS, SHIFTS = ('gaussian', 'impulse', 'mimetic'), ('ordered', 'random')
+METHODS, SHIFTS = ('gaussian', 'mimetic'), ('ordered', 'random')
 PICTURES = '.png', '.svg', '.pdf'
 
 

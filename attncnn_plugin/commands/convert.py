@@ -4,7 +4,7 @@ from argparse import Namespace
 from typing import List
 
 from ..convert import convs_to_attention
-from ..training import parts_in_phases, to_attention
+from ..training import TwoPhases, parts_in_phases
 from .model import load, write_checkpoint
 
 
@@ -18,7 +18,7 @@ def run(args: Namespace) -> List[str]:
             f"{loaded.name} has no CMHSA and no ConvToAttention: say which convolutions, --layers 'layer4.*.conv2'"
         )
     if parts:
-        changes = to_attention(model, args.seed)
+        changes = TwoPhases(epoch=0, seed=args.seed).on_epoch_begin(model, (), 0)
         if not changes and getattr(loaded, 'entries', set()) <= model.state_dict().keys():
             raise ValueError(f'{loaded.name} is of attention already: nothing is left to convert')
     else:

@@ -9,7 +9,7 @@ Layers = Union[str, Iterable[str], Callable[[str], bool], None]
 
 
 class Chosen:
-    """Says of names whether attention of that name is chosen, and remembers what it said."""
+    """Decides by its name whether attention is chosen, and keeps the answers."""
 
     def __init__(self, choose: Callable[[str], bool]) -> None:
         self.choose = choose
@@ -20,13 +20,13 @@ class Chosen:
         return self.answers[name]
 
     def check(self) -> None:
-        """Raises ValueError where it was asked, and chose none."""
+        """Raises ValueError if there was attention, and none of it was chosen."""
         if self.answers and not any(self.answers.values()):
             raise ValueError(f'layers chooses none of the attention that was seen: {", ".join(self.answers)}')
 
 
 def chosen_by(layers: Layers) -> Chosen:
-    """Returns a function that says whether names, globs or a function choose attention of a name."""
+    """Returns a function that decides by names, globs or a function whether attention of a name is chosen."""
     if layers is None or callable(layers):
         return Chosen(layers or (lambda name: True))
     globs = [layers] if isinstance(layers, str) else list(layers)

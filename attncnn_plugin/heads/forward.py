@@ -20,7 +20,7 @@ VIEWS = 'reshape', 'view'
 
 
 class _Sizes(ast.NodeTransformer):
-    """Has views take what is left as their last size, and divides by the number of heads that there were at first.
+    """Rewrites views to take what is left as their last size, and divisions to divide by the first number of heads.
 
     Methods of the class that the function calls, and functions of its module, are the rewritten ones too.
     """
@@ -158,7 +158,7 @@ def _projected(module: Any, *tokens: Tensor) -> Tuple[Tensor, ...]:
 
 
 def _mask(query: Tensor, key_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor]) -> Optional[Tensor]:
-    """Returns both masks together, what is added to the scores; True hides a key."""
+    """Returns the sum of both masks, which is added to the scores; True hides a key."""
 
     def added(mask: Tensor) -> Tensor:
         hidden = mask.dtype == torch.bool

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..attention.attention_layer import AttentionLayer, set_parameter
 from ..attention.evaluation_mode import evaluating
-from ..attention.heads import PrunableHeads, set_parameter
 from ..attention.window import shown
 from ..change import Successor, held_by, succession, undone
-from .seen import AnyAttention, watching, watching_outputs
+from .seen import AnyAttention, known_heads, watching, watching_outputs
 from .sizes import compute_anew, record_of
 
 Run = Callable[[], Any]
@@ -44,7 +44,7 @@ class Heads:
         name (str): The name of the module in which it runs.
         model (nn.Module): The model.
         num_heads (int): Number of heads N_h.
-        axes (dict[str, Any]): Which axes of its output are heads, by the name of each run of it.
+        axes (dict[tuple, Any]): Which entries of its batches are heads, by the name of each run and the batch's sizes.
         owners (dict[str, tuple[int, Tensor]]): Of each parameter or buffer of the model with entries for single heads,
             by name: the dimension, and which heads have each entry, ``(entries, N_h)``. Those of other libraries are
             empty until :func:`find_entries` has found them.
@@ -53,14 +53,14 @@ class Heads:
     name: str
     model: nn.Module
     num_heads: int
-    axes: Dict[str, Any] = field(default_factory=dict)
+    axes: Dict[Tuple[Any, ...], Any] = field(default_factory=dict)
     owners: Dict[str, Owners] = field(default_factory=dict)
 
     @property
     def layer(self) -> Any:
         """The attention layer of this package; None for attention of another library."""
         module = self.model.get_submodule(self.name)
-        return module if isinstance(module, PrunableHeads) else None
+        return module if isinstance(module, AttentionLayer) else None
 
     @property
     def home(self) -> str:
@@ -77,19 +77,23 @@ class Heads:
         return next((record[0] for record in around if record is not None), built)
 
     @property
+    def readers(self) -> Dict[str, Tensor]:
+        """The weights that take the outputs of heads, by name, and which heads each of their columns belongs to."""
+        return {name: own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')}
+
+    @property
     def output(self) -> Any:
         """The linear map that takes the outputs of all heads; None where another module does."""
-        readers = [name for name, (dim, _) in self.owners.items() if dim == 1 and name.endswith('.weight')]
-        modules = [self.model.get_submodule(name.rpartition('.')[0]) for name in readers]
+        modules = [self.model.get_submodule(name.rpartition('.')[0]) for name in self.readers]
         return modules[0] if len(modules) == 1 and isinstance(modules[0], nn.Linear) else None
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
-        (owners,) = [own for name, (dim, own) in self.owners.items() if dim == 1 and name.endswith('.weight')]
+        (owners,) = self.readers.values()
         return owners[:, list(heads)].any(1).nonzero().flatten()
 
     def kept(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Returns the dimension of heads of each parameter, and the entries that stay without some heads.
+        """Returns, for each parameter, the dimension of heads and the entries that stay when some heads go.
 
         An entry goes with the last of its heads.
         """
@@ -131,7 +135,7 @@ def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
 
 def own_heads(model: nn.Module) -> Dict[str, Heads]:
     """Returns the heads of the layers of this package in a model, by their names."""
-    layers = {name: own for name, own in model.named_modules() if isinstance(own, PrunableHeads)}
+    layers = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     found = {}
     for name, layer in layers.items():
         owners = {f'{name}.{key}'.lstrip('.'): own for key, own in layer.head_owners().items()}
@@ -166,16 +170,16 @@ def same_numbers() -> Iterator[None]:
         yield
 
 
-def seen_heads(model: nn.Module, run: Run, wanted: Callable[[str], bool] = lambda name: True) -> Dict[str, Heads]:
+def seen_heads(model: nn.Module, run: Run) -> Dict[str, Heads]:
     """Returns the heads of all attention that runs, by its names."""
     found: Dict[str, Heads] = {}
     own = own_heads(model)
 
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
         heads = found.setdefault(name, own.get(name) or Heads(name, model, len(attention.of_heads(output))))
-        heads.axes[attention.name] = attention.heads
+        heads.axes[attention.key] = attention.heads
 
-    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see, wanted):
+    with evaluating(model), same_numbers(), torch.no_grad(), watching_outputs(model, see):
         run()
     return found
 
@@ -221,7 +225,7 @@ def as_integers(heads: Iterable[Any], num_heads: int) -> List[int]:
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
     """Sets the outputs of heads to zero inside, as if they were removed, in training too.
 
-    The first time it runs there, it runs once more before, so that its heads are seen.
+    The first time that it runs there on inputs of some shapes, it runs once more before, so that its heads are seen.
 
     Args:
         model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
@@ -243,11 +247,12 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
     """
     layers: Dict[str, Heads] = {}
     masked: Dict[str, List[int]] = {}
-    runs = []
+    runs, shapes = [], set()
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         """Sees, before the first pass, which axes are heads."""
-        if layers or runs:
+        given = tuple(own.shape for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor))
+        if runs or given in shapes:
             return
         runs.append(module)
         try:
@@ -255,7 +260,9 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
         finally:
             runs.clear()
         masked.update(layer_names(found, heads))
-        layers.update(found)
+        for name, own in found.items():
+            layers.setdefault(name, own).axes.update(own.axes)
+        shapes.add(given)
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
@@ -269,14 +276,14 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
 def masking(
     model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
 ) -> Iterator[Dict[str, List[Tensor]]]:
-    """Sets the outputs of heads to zero, of layers whose axes of heads are known; yields the outputs by layers."""
+    """Sets the outputs of heads to zero, of layers whose heads are known; yields the outputs by layers."""
     masked: Dict[str, List[Tensor]] = {}
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         name = attention.name.partition('#')[0]
         if not heads.get(name):
             return output
-        attention.heads = layers[name].axes.get(attention.name)
+        attention.heads = known_heads(attention, layers[name].axes)
         masked.setdefault(name, []).append(attention.where(heads[name], output.new_zeros(1), output))
         return masked[name][-1]
 

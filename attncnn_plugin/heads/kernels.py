@@ -1,11 +1,11 @@
-"""Functions outside of PyTorch that compute attention, of flash_attn, xformers and NATTEN, and what they compute."""
+"""Functions outside of PyTorch that compute attention, of flash_attn and xformers, and what they compute."""
 
 import itertools
 import sys
 import threading
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -26,26 +26,22 @@ def scores_of_flash(
     dropout_p: float = 0.0,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
-    window_size: Tuple[int, int] = (-1, -1),
+    window_size: Any = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     **options: Any,
 ) -> Tuple[Tensor, Tensor]:
-    """Computes the scores of ``flash_attn.flash_attn_func``, of ``(B, N, N_h, D_h)``; the last query sees all keys."""
+    """Computes the scores of ``flash_attn.flash_attn_func``, of ``(B, N, N_h, D_h)``; the last query sees all keys.
+
+    Raises:
+        NotImplementedError: A window, a cap or slopes, as of language models.
+    """
+    if tuple(window_size) != (-1, -1) or softcap or alibi_slopes is not None:
+        raise NotImplementedError('maps of flash_attn_func with window_size, softcap or alibi_slopes are unknown')
     scores, value = with_values(q, k, v, softmax_scale)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
     queries, keys = scores.shape[-2:]
-    shift = torch.arange(keys, device=q.device) - torch.arange(keys - queries, keys, device=q.device)[:, None]
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes[..., None, None] * shift.abs()
-    left, right = window_size[0], 0 if causal else window_size[1]
-    hidden = torch.zeros_like(shift, dtype=torch.bool)
-    if left >= 0:
-        hidden |= shift < -left
-    if right >= 0:
-        hidden |= shift > right
-    return scores.masked_fill(hidden, -torch.inf), value
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
+    return scores.masked_fill(hidden, -torch.inf) if causal else scores, value
 
 
 def scores_of_xformers(
@@ -57,47 +53,11 @@ def scores_of_xformers(
     scale: Optional[float] = None,
     **options: Any,
 ) -> Tuple[Tensor, Tensor]:
-    """Computes the scores of ``xformers.ops.memory_efficient_attention``, ``(B, N, N_h, D_h)`` or ``(B, N, D_h)``."""
-    if query.ndim == 3:
-        query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
+    """Computes the scores of ``xformers.ops.memory_efficient_attention``, ``(B, N, N_h, D_h)``."""
     scores, value = with_values(query, key, value, scale)
     if hasattr(attn_bias, 'materialize'):
         attn_bias = attn_bias.materialize(tuple(scores.shape), device=scores.device)
     return scores if attn_bias is None else scores + attn_bias, value
-
-
-def scores_of_natten(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: Union[int, Sequence[int]],
-    stride: Union[int, Sequence[int]] = 1,
-    dilation: Union[int, Sequence[int]] = 1,
-    is_causal: Union[bool, Sequence[bool]] = False,
-    scale: Optional[float] = None,
-    **options: Any,
-) -> Tuple[Tensor, Tensor]:
-    """Computes the scores of ``natten.na2d``, of ``(B, H, W, N_h, D_h)``; at borders the window moves inwards.
-
-    Raises:
-        NotImplementedError: A stride, or causal masks.
-    """
-    if stride not in (1, (1, 1)) or is_causal not in (False, (False, False)):
-        raise NotImplementedError(
-            f'maps of na2d with stride={stride}, is_causal={is_causal}: only 1 and False are known'
-        )
-    sides = query.shape[1:3]
-    sizes, steps = ((own, own) if isinstance(own, int) else own for own in (kernel_size, dilation))
-    near = []
-    for side, size, step in zip(sides, sizes, steps):
-        place = torch.arange(side, device=query.device)
-        group, rank = place % step, place // step
-        last = (side - 1 - group) // step + 1 - size  # the last window of the places of a group
-        start = torch.minimum((rank - size // 2).clamp(min=0), last)[:, None]
-        near.append((group[:, None] == group) & (rank >= start) & (rank < start + size))
-    sees = (near[0][:, None, :, None] & near[1][:, None]).flatten(2).flatten(0, 1)
-    scores, value = with_values(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), scale)
-    return scores.masked_fill(~sees, -torch.inf), value
 
 
 def with_values(query: Tensor, key: Tensor, value: Tensor, scale: Optional[float]) -> Tuple[Tensor, Tensor]:
@@ -115,11 +75,10 @@ def dot_products(query: Tensor, key: Tensor, scale: Optional[float]) -> Tensor:
 
 
 #: By the name of a function, what takes its arguments and returns its scores before softmax, ``(B, N_h, Q, K)``, −inf
-#: where a query does not see a key, and its values ``(B, N_h, K, D_h)``. Its output has the heads next to last.
+#: where a query does not see a key, and its values ``(B, N_h, K, D_h)``. Its output is ``(B, Q, N_h, D_h)``.
 KERNELS: Dict[str, Kernel] = {
     'flash_attn.flash_attn_func': scores_of_flash,
     'xformers.ops.memory_efficient_attention': scores_of_xformers,
-    'natten.na2d': scores_of_natten,
 }
 
 

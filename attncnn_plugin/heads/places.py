@@ -50,7 +50,7 @@ class Followed:
             self.has_begun = True
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Finds the numbers of what a function gave."""
+        """Finds the numbers of the output of a function."""
         if not self.has_begun and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
             self.begin(args[0])
         everything = flat((*args, *kwargs.values()))
@@ -85,7 +85,7 @@ class Followed:
                 self.numbers[other] = self.numbers[own]
 
     def move(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Moves the numbers as the tensors."""
+        """Moves the numbers as a function moved the tensors."""
 
         def numbers(own: Any) -> Any:
             if isinstance(own, (list, tuple)):
@@ -279,7 +279,7 @@ def axes_of(equation: Any, operands: Any) -> Tuple[List[str], str]:
 
 
 def flat(values: Any) -> List[Tensor]:
-    """Returns the tensors among values, and in lists of them."""
+    """Returns the tensors among values and in their lists, at any depth."""
     found: List[Tensor] = []
     for own in values:
         found += flat(own) if isinstance(own, (list, tuple)) else [own] if isinstance(own, Tensor) else []

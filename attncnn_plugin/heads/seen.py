@@ -7,8 +7,10 @@ takes up after dropout, casts, reshapes and mixtures of heads. A softmax that ro
 import math
 import threading
 import types
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+import warnings
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +26,11 @@ from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.tokens import GridAttention
 from .kernels import dot_products, shown_to_modes
-from .places import Followed, Places, axes_of, first_of, flat, places_of_grid
+from .places import MOVES, Followed, Places, axes_of, first_of, flat, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
 VisitOwn = Callable[[str, Any, Tensor], None]
 Touch = Callable[['AnyAttention', Tensor], Tensor]
-# A part of an axis: the label of the axis, the size of the part, and how many entries lie between two of the part.
-Part = Tuple[str, int, int]
 
 HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, F.gumbel_softmax}
@@ -55,16 +55,7 @@ _multi_head_attention = types.FunctionType(
 )
 
 
-@contextmanager
-def watching(
-    model: nn.Module,
-    visit: Optional[Visit] = None,
-    wanted: Callable[[str], bool] = lambda name: True,
-    touch: Optional[Touch] = None,
-    end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
-    again: bool = False,
-    visit_own: Optional[VisitOwn] = None,
-) -> Iterator['Watch']:
+class watching(threading.local):  # noqa: N801
     """Calls ``visit(name, probs, places)`` for all attention that runs in modules of a model.
 
     The model computes what it does unwatched, to the last bit, in training too; its random numbers, buffers, gradients
@@ -84,60 +75,21 @@ def watching(
         visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
             in place of ``visit``. Defaults to None.
 
-    Yields:
-        Watch: What is seen.
-    """
-    watch = Watch(model, visit, wanted, touch, end, again, visit_own)
-    handles = [
-        register_module_forward_pre_hook(watch.enter),
-        register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
-    ]
-    try:
-        with torch.compiler.set_stance('force_eager'), shown_to_modes():
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
-        if watch.functions is not None and watch.native is None:  # after an error in a hook
-            watch.functions.__exit__(None, None, None)
-
-
-@contextmanager
-def watching_outputs(
-    model: nn.Module,
-    see: Callable[[str, 'AnyAttention', Tensor], None],
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> Iterator[None]:
-    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
-
-    The name is that of the module in which the attention runs, once more for each time it does.
-    """
-    noted: List[Tuple[AnyAttention, Tensor]] = []
-
-    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
-        noted.append((attention, output.detach()))
-        return output
-
-    def end(functions: 'FunctionsSeen', output: Any) -> None:
-        for attention, own in noted:
-            see(attention.name.partition('#')[0], attention, own)
-        noted.clear()
-
-    with watching(model, wanted=wanted, touch=touch, end=end):
-        yield
-
-
-class Watch(threading.local):
-    """The modules of a watched model that run in a thread.
-
     Attributes:
         functions (FunctionsSeen | None): What is seen of the forward pass that runs, of the model or of a part of it.
-        running (list[tuple[nn.Module, str | None]]): The modules from the outermost to the innermost, with their names;
-            None where nothing is seen.
+        running (list[tuple[nn.Module, str | None]]): The modules that run in a thread, from the outermost to the
+            innermost, with their names; None where nothing is seen.
     """
 
     def __init__(
-        self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any, again: bool, visit_own: Any
+        self,
+        model: nn.Module,
+        visit: Optional[Visit] = None,
+        wanted: Callable[[str], bool] = lambda name: True,
+        touch: Optional[Touch] = None,
+        end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
+        again: bool = False,
+        visit_own: Optional[VisitOwn] = None,
     ) -> None:
         self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
         self.again, self.visit_own = again, visit_own
@@ -146,6 +98,19 @@ class Watch(threading.local):
         self.functions: Optional[FunctionsSeen] = None
         self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
         self.own: Dict[nn.Module, OwnAttention] = {}  # by the maps of their outputs
+
+    def __enter__(self) -> 'watching':
+        self.stack = ExitStack()
+        self.stack.enter_context(torch.compiler.set_stance('force_eager'))
+        self.stack.enter_context(shown_to_modes())
+        self.stack.callback(register_module_forward_pre_hook(self.enter).remove)
+        self.stack.callback(register_module_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+        if self.functions is not None and self.native is None:  # after an error in a hook
+            self.functions.__exit__(None, None, None)
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         """Notes that a module begins to run; returns what the map of a layer of this package gets instead."""
@@ -160,7 +125,9 @@ class Watch(threading.local):
             self.names[module] = None  # of another model, or it came while the model ran
             self.names.update({own: name for name, own in self.model.named_modules()})
         name = self.names.get(module)
-        if self.native is not None or not self.running and (name is None or in_backward() and not self.again):
+        # In a backward pass gradient checkpointing computes layers again.
+        again = torch._C._current_graph_task_id() != -1
+        if self.native is not None or not self.running and (name is None or again and not self.again):
             return None
         if self.functions is None:
             self.functions = FunctionsSeen(self, whole=module is self.model)
@@ -218,6 +185,32 @@ class Watch(threading.local):
                 self.end(functions, kwargs_and_output[1])
 
 
+@contextmanager
+def watching_outputs(
+    model: nn.Module,
+    see: Callable[[str, 'AnyAttention', Tensor], None],
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[None]:
+    """Calls ``see(name, attention, output)`` after each pass of a model, when it is known which axes are heads.
+
+    The name is that of the module in which the attention runs, once more for each time it does.
+    """
+    noted: List[Tuple[AnyAttention, Tensor]] = []
+
+    def touch(attention: 'AnyAttention', output: Tensor) -> Tensor:
+        noted.append((attention, output.detach()))
+        return output
+
+    def end(functions: 'FunctionsSeen', output: Any) -> None:
+        for attention, own in noted:
+            see(attention.name.partition('#')[0], attention, own)
+        noted.clear()
+
+    with watching(model, wanted=wanted, touch=touch, end=end):
+        yield
+
+
+@dataclass(eq=False)
 class Attention:
     """Attention that has run.
 
@@ -227,62 +220,97 @@ class Attention:
         product (Callable): Computes the output for other weights, ``(…, Q, K)``.
         batch (list[str]): The labels of the axes that output and weights share, in the order of the weights.
         labels (list[str]): Those of all axes of the output; ``'q'`` are the queries, ``'d'`` the channels.
-        sizes (dict[str, int]): The size of each.
+        shape (torch.Size): The shape of the output.
         probs (Tensor | None): The probabilities, ``(…, Q, K)``; None where they are not wanted.
         numbers (tuple[Tensor | None, Tensor | None]): Those of queries and keys, ``(…, Q)`` and ``(…, K)``.
-        heads (list[Part] | None): The parts of the batch that are heads; None until the output shows them.
+        heads (Tensor | None): Which entries of the flat batch are the heads of an image, ``(B, N_h)``; None until the
+            output shows them.
+        is_single (bool): Whether a linear map takes the channels of the output, no more than those of one head.
     """
 
+    name: str
+    owner: nn.Module
+    product: Callable[[Tensor], Tensor]
+    batch: List[str]
+    labels: List[str]
+    shape: torch.Size
+    numbers: Tuple[Optional[Tensor], Optional[Tensor]]
     probs: Optional[Tensor] = None
-    heads: Optional[Sequence[Part]] = None
-    is_single = False  # whether a linear map takes the channels of the output, no more than those of one head
+    heads: Optional[Tensor] = None
+    is_single: bool = False
 
-    def __init__(
-        self,
-        name: str,
-        owner: nn.Module,
-        product: Callable[[Tensor], Tensor],
-        batch: List[str],
-        labels: List[str],
-        output: Tensor,
-        numbers: Tuple[Optional[Tensor], Optional[Tensor]],
-    ) -> None:
-        self.name, self.owner, self.product, self.batch, self.labels = name, owner, product, batch, labels
-        self.sizes, self.numbers = dict(zip(labels, output.shape)), numbers
+    @property
+    def sizes(self) -> Dict[str, int]:
+        """The size of each axis of the output by its label."""
+        return dict(zip(self.labels, self.shape))
 
     def of_batch(self, tensor: Tensor, ndim: int) -> Tensor:
         """Returns ``(…, )`` with ``ndim`` more dimensions, expanded to the batch."""
         return tensor.expand(*(self.sizes[label] for label in self.batch), *tensor.shape[tensor.ndim - ndim :])
 
+    @property
+    def key(self) -> Tuple[Any, ...]:
+        """Its name and the sizes of its batch, which have the same heads in each pass."""
+        return (self.name, *(self.sizes[label] for label in self.batch))
+
+    def rows(self, device: Any) -> Tensor:
+        """Returns which entries of the flat batch are the heads of an image, ``(B, N_h)``."""
+        if self.heads is not None:
+            return self.heads.to(device)
+        sizes = self.key[1:]  # nothing has joined them: one head, or the second axis, as most libraries have it
+        index = torch.arange(math.prod(sizes), device=device).view(sizes)
+        some = [] if self.is_single or 1 in sizes[1:] else range(1, len(sizes))
+        if len(some) > 1:
+            warnings.warn(
+                f'which axis of the attention of {self.name}, of sizes {list(sizes)} before queries and keys, is its '
+                f'heads is not seen: taken is the second, of {sizes[1]}',
+                stacklevel=2,
+            )
+        return index.movedim(1, -1).flatten(0, -2) if some else index.reshape(-1, 1)
+
     def by_heads(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the batch, ``(…, N)``, as ``(B, N_h, N)``, with any number of dimensions N."""
-        heads = self.heads
-        if heads is None:  # nothing has joined them: one head, or the second axis, as most libraries have it
-            rest = sorted(self.batch[1:], key=lambda label: self.sizes[label] > 1)
-            heads = [] if self.is_single else [(label, self.sizes[label], 1) for label in rest[:1]]
-        labels = list(self.batch)
-        for label, size, inside in heads:
-            axis = labels.index(label)
-            tensor = tensor.unflatten(axis, (-1, size, inside))
-            labels[axis : axis + 1] = [label, '', label]
-        order = sorted(range(len(labels)), key=lambda axis: not labels[axis])  # heads last
-        tensor = tensor.permute([*order, *range(len(labels), tensor.ndim)])
-        number = math.prod(size for _, size, _ in heads)
-        rows = math.prod(tensor.shape[: len(labels)]) // max(number, 1)
-        return tensor.reshape(rows, number, *tensor.shape[len(labels) :])
+        rows, flat_batch = self.rows(tensor.device), tensor.reshape(-1, *tensor.shape[len(self.batch) :])
+        in_order = torch.equal(rows.flatten(), torch.arange(len(flat_batch), device=rows.device))
+        return flat_batch.unflatten(0, rows.shape) if in_order else flat_batch[rows]
+
+    @property
+    def order(self) -> List[int]:
+        """The axes of the output as the batch, then queries, then channels."""
+        axes = [self.labels.index(label) for label in self.batch]
+        axes += [axis for axis, label in enumerate(self.labels) if label == 'q']
+        return axes + [axis for axis in range(len(self.labels)) if axis not in axes]
 
     def in_order(self, output: Tensor) -> Tensor:
         """Returns an output as the batch, then queries, then channels, ``(…, Q, d)``."""
-        axes = [self.labels.index(label) for label in self.batch]
-        axes += [axis for axis, label in enumerate(self.labels) if label == 'q']
-        tensor = output.permute(*axes, *(axis for axis in range(output.ndim) if axis not in axes))
+        tensor = output.permute(self.order)
         return tensor.reshape(*tensor.shape[: len(self.batch)], -1, tensor.shape[-1])
+
+    def numbered(self, output: Tensor) -> Tensor:
+        """Returns a number for each entry of an output, in that order, in its shape."""
+        shape = [output.shape[axis] for axis in self.order]
+        numbers = torch.arange(output.numel(), device=output.device).view(shape)
+        return numbers.permute([self.order.index(axis) for axis in range(output.ndim)])
+
+    def joined(self, numbers: Tensor) -> Optional[Tensor]:
+        """Returns the heads, ``(B, N_h)``, where the last axis of the numbers has them beside channels; or None."""
+        number, channels = math.prod(self.key[1:]), self.shape[self.order[-1]]
+        queries = math.prod(self.shape) // number // channels
+        entries = numbers.flatten(0, -2)
+        first = entries[0].tolist()  # of one query, for all heads and channels
+        batch = [entry // channels // queries for entry in first]
+        heads = [place for place, own in enumerate(batch) if own not in batch[:place]]
+        is_one_query = len({entry // channels % queries for entry in first}) == 1
+        if not is_one_query or len(heads) == 1 or channels > 1 and len({entry % channels for entry in first}) == 1:
+            return None
+        rows = entries[:, heads] // channels
+        rows = rows[rows[:, 0] % queries == rows[0, 0] % queries] // queries
+        return rows[rows.amin(1).argsort()] if rows.numel() == number else None
 
     @property
     def num_heads(self) -> int:
         """Number of heads N_h."""
-        sizes = [self.sizes[label] for label in self.batch]
-        return self.by_heads(torch.empty(sizes, device='meta')).shape[1]
+        return self.rows('cpu').shape[1]
 
     def of_heads(self, output: Tensor) -> Sequence[Tensor]:
         """Returns the output of each head, ``(B, Q, d)``."""
@@ -296,9 +324,8 @@ class Attention:
     def where(self, heads: Sequence[int], value: Tensor, output: Tensor) -> Tensor:
         """Returns an output with that of some heads replaced by a value, ``(d,)``, or ``(1,)`` for all channels."""
         sizes = [self.sizes[label] for label in self.batch]
-        index = self.by_heads(torch.arange(math.prod(sizes), device=output.device).view(sizes))
         chosen = torch.zeros(math.prod(sizes), dtype=torch.bool, device=output.device)
-        chosen[index[:, list(heads)]] = True
+        chosen[self.rows(output.device)[:, list(heads)]] = True
         order = [self.batch.index(label) for label in self.labels if label in self.batch]
         of_batch = [self.sizes[label] if label in self.batch else 1 for label in self.labels]
         of_value = [len(value) if label == 'd' else 1 for label in self.labels]
@@ -312,7 +339,7 @@ class Attention:
 
 
 class OwnAttention:
-    """Attention of this package that runs: its heads are told apart at the map of their outputs.
+    """Attention of a layer of this package that runs; the input of its output map shows the heads apart.
 
     Attributes:
         name (str): Its name.
@@ -326,7 +353,7 @@ class OwnAttention:
     probs: Optional[Tensor] = None
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:
-        self.name, self.owner, self.x = name, owner, x
+        self.name, self.owner, self.x, self.key = name, owner, x, (name,)
         self.size = owner.grid_of(x)
 
     @property
@@ -372,6 +399,20 @@ class OwnAttention:
 AnyAttention = Union[Attention, OwnAttention]
 
 
+def known_heads(attention: AnyAttention, known: Mapping[Tuple[Any, ...], Any]) -> Any:
+    """Returns the heads that attention has shown in an earlier pass, by its key.
+
+    Raises:
+        ValueError: It has not run on a batch of these sizes.
+    """
+    if attention.key not in known:
+        raise ValueError(
+            f'{attention.name} runs on a batch of sizes {list(attention.key[1:])}, on which it has not been seen: its '
+            'heads are unknown there'
+        )
+    return known[attention.key]
+
+
 class FunctionsSeen(TorchFunctionMode):
     """Sees the functions of PyTorch that a forward pass calls, and finds attention among them.
 
@@ -379,13 +420,13 @@ class FunctionsSeen(TorchFunctionMode):
         whole (bool): Whether the model itself runs, not only a part of it.
     """
 
-    def __init__(self, watch: Watch, whole: bool) -> None:
+    def __init__(self, watch: watching, whole: bool) -> None:
         super().__init__()
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
         self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
         self.unnormalized: Any = WeakTensorKeyDictionary()  # exponentials; True of logarithms of softmax
-        self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
+        self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the numbers of their entries
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
 
@@ -407,13 +448,15 @@ class FunctionsSeen(TorchFunctionMode):
         several = isinstance(output, tuple)  # with statistics of the softmax
         first = output[0] if several else output
         touched = self.watch.touch(attention, first)
+        if attention.heads is not None:  # known from an earlier pass
+            self.open.remove(attention)
         self.outputs[touched] = self.outputs[first]
         if first in self.places.numbers:
             self.places.numbers[touched] = self.places.numbers[first]
         return (touched, *output[1:]) if several else touched
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
-        """Looks at a call and at what it gave; returns attention that it was."""
+        """Finds out whether a call was attention, and returns it then."""
         if isinstance(output, Tensor) and not output.numel():
             return None  # of no images
         if func is F.scaled_dot_product_attention:
@@ -429,9 +472,10 @@ class FunctionsSeen(TorchFunctionMode):
             return None
         tensors = flat((*args, *kwargs.values()))
         weights = [own for own in tensors if own in self.weights]
-        for own in tensors:
-            if isinstance(output, Tensor) and own in self.outputs and self.outputs[own][0] in self.open:
-                self.follow(own, len(tensors) > 1, func, args, kwargs, output)
+        followed = [own for own in tensors if own in self.outputs and self.outputs[own][0] in self.open]
+        if followed:
+            alone = all(own in self.outputs for own in tensors if own.is_floating_point())
+            self.follow(followed, alone, func, args, kwargs, output)
         attention = None
         if func in PRODUCTS and len(weights) == 1:
             return self.multiply(tensors[::-1] if func in TURNED else tensors, weights[0], output)
@@ -476,27 +520,21 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def see_kernel(self, kernel: Any, args: Any, kwargs: Any, output: Any) -> Attention:
-        """Sees a function outside of PyTorch, whose output ``(B, …, Q, N_h, D_h)`` has the heads next to last."""
+        """Sees a function outside of PyTorch, whose output is ``(B, Q, N_h, D_h)``."""
         output = output[0] if isinstance(output, tuple) else output
         queries, keys = (first_of(self.places.of(own)) for own in flat((*args, *kwargs.values()))[:2])
         if queries is not None:
             self.places.numbers[output] = queries[..., None].expand(output.shape)
-        has_heads = output.ndim > 3
-        grid = ['q'] * (output.ndim - 2 - has_heads)
-        heads = ['heads'] * has_heads
-
-        def probs() -> Tensor:
-            scores, _ = kernel(*args, **kwargs)
-            return softmax(scores).squeeze(1) if not has_heads else softmax(scores)
-
-        def product(weights: Tensor) -> Tensor:
-            _, value = kernel(*args, **kwargs)
-            own = weights @ (value if has_heads else value.squeeze(1))
-            return (own.movedim(1, -2) if has_heads else own).reshape(output.shape)
-
-        by_heads = lambda own: own[..., 0].flatten(1)[:, None].expand(-1, output.shape[-2], -1) if has_heads else own  # noqa: E731
-        numbers = tuple(None if own is None else by_heads(own) for own in (queries, keys))
-        return self.begin(probs, product, ['images', *heads], ['images', *grid, *heads, 'd'], output, numbers)
+        heads = output.shape[2]  # keys can have fewer
+        numbers = tuple(None if own is None else own[..., 0][:, None].expand(-1, heads, -1) for own in (queries, keys))
+        return self.begin(
+            lambda: softmax(kernel(*args, **kwargs)[0]),
+            lambda weights: (weights @ kernel(*args, **kwargs)[1]).movedim(1, -2),
+            ['images', 'heads'],
+            ['images', 'q', 'heads', 'd'],
+            output,
+            numbers,
+        )
 
     def multiply(self, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees the product of weights with values; the weights come second where both are transposed."""
@@ -551,7 +589,7 @@ class FunctionsSeen(TorchFunctionMode):
         )
 
     def before_dropout(self, weights: Tensor) -> Tensor:
-        """Returns weights as they were before dropout."""
+        """Returns the weights before dropout."""
         before = self.weights[weights]
         return weights if before is None else before
 
@@ -594,49 +632,56 @@ class FunctionsSeen(TorchFunctionMode):
         module, name = next(
             (own for own in reversed(self.watch.running) if not is_function(own[0])), self.watch.running[0]
         )
-        attention = Attention(self.numbered(name or ''), module, product, batch, labels, output, numbers)
+        attention = Attention(self.numbered(name or ''), module, product, batch, labels, output.shape, numbers)
         if self.watch.visit is not None and self.watch.wanted(attention.name):
             with full_precision(output.device.type):
                 attention.probs = attention.of_batch(at_least_float32(probs().detach()), 2)
             attention.numbers = tuple(None if own is None else attention.of_batch(own, 1) for own in numbers)
         self.open.append(attention)
-        self.outputs[output] = attention, [[(label, size, 1)] for label, size in zip(labels, output.shape)]
+        self.outputs[output] = attention, attention.numbered(output)
         return attention
 
-    def follow(self, tensor: Tensor, with_others: bool, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        """Follows the axes of an output up to the view that joins heads and channels."""
-        attention, axes = self.outputs[tensor]
-        if with_others:
-            attention.is_single |= func is F.linear and [label for label, _, _ in axes[-1]] == ['d']
-            if output.shape == tensor.shape:
-                self.outputs[output] = attention, axes
-            return
-        if output.numel() != tensor.numel():
-            return
-        probe = torch.empty(tensor.shape, device='meta')
-        try:
-            view = func(*(probe if own is tensor else own for own in args), **kwargs)
-        except (RuntimeError, TypeError, NotImplementedError):
-            return
-        if view.shape != output.shape:
-            return
-        found = regrouped(axes, view.shape) if view.is_contiguous() else permuted(axes, probe, view)
-        if found is None:
-            return
-        for parts in found[1:]:
-            heads = [part for part in parts if part[0] != 'd']
-            with_channels = len(heads) < len(parts) or parts is found[-1] and attention.sizes['d'] == 1
-            if heads and with_channels and all(label in attention.batch for label, _, _ in heads):
-                self.show(attention, heads)
-                return
-        self.outputs[output] = attention, found
+    def follow(self, tensors: Sequence[Tensor], alone: bool, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Follows the entries of an output, by their numbers, up to where heads and channels are joined."""
+        attention, numbers = self.outputs[tensors[0]]
+        channels, moved = attention.sizes['d'], None
+        if alone and func.__name__.rstrip('_') in MOVES - {'max', 'amax'} or func.__name__ == '__getitem__':
+            others = {id(own): self.outputs[own][1] for own in tensors if self.outputs[own][0] is attention}
+            with suppress(RuntimeError, TypeError, ValueError, IndexError):
+                moved = func(*replaced(args, others), **kwargs)
+        elif func is torch.einsum:
+            operands = flat(args[1:])
+            inputs, of_output = axes_of(args[0], operands)
+            axes = next((axes for own, axes in zip(operands, inputs) if own is tensors[0]), '')
+            summed = [axes.index(axis) for axis in axes if axis not in of_output]
+            if summed:
+                kept = [axes.index(axis) for axis in axes if axis in of_output]
+                self.show_joined(attention, numbers.permute(kept + summed).flatten(len(kept)))
+            elif len(of_output) == len(axes) > 0:
+                moved = numbers.permute([axes.index(axis) for axis in of_output])
+        elif func is F.linear and numbers.shape[-1] == channels:
+            attention.is_single |= bool((numbers[..., -1] - numbers[..., 0] == channels - 1).all())
+        for own, new in zip(flat([output]), flat([numbers if moved is None else moved])):
+            if own.shape != new.shape:
+                continue
+            for axis in range(1, new.ndim) if moved is not None else ():
+                if (channels > 1 or axis == new.ndim - 1) and self.show_joined(attention, new.movedim(axis, -1)):
+                    return
+            self.outputs[own] = attention, new
+
+    def show_joined(self, attention: Attention, numbers: Tensor) -> bool:
+        """Shows attention, if the last axis of what became of its output joins heads and channels."""
+        heads = attention.joined(numbers)
+        if heads is not None:
+            self.show(attention, heads)
+        return heads is not None
 
     def numbered(self, name: str) -> str:
-        """Returns the name of attention that runs once more in a module of this name."""
+        """Returns the name of the attention that runs next in a module: of the second one it ends with ``#2``."""
         self.counts[name] = count = self.counts.get(name, 0) + 1
         return name if count == 1 else f'{name}#{count}'
 
-    def show(self, attention: Attention, heads: Optional[Sequence[Part]] = None) -> None:
+    def show(self, attention: Attention, heads: Optional[Tensor] = None) -> None:
         """Shows attention whose heads are known, or will not be."""
         self.open.remove(attention)
         attention.heads = heads
@@ -648,11 +693,6 @@ class FunctionsSeen(TorchFunctionMode):
         """Shows the attention of a module that has run, whose heads nothing has joined."""
         for attention in [own for own in self.open if own.owner is module]:
             self.show(attention)
-
-
-def in_backward() -> bool:
-    """Says whether a backward pass runs, where gradient checkpointing computes layers again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_function(module: nn.Module) -> bool:
@@ -674,14 +714,14 @@ def batch_axes(output: Tensor) -> List[str]:
 
 
 def are_one(keys: Optional[Tensor]) -> bool:
-    """Says whether several keys are of the same place."""
+    """Says whether there are several keys, all of the same place."""
     return keys is not None and keys.shape[-1] > 1 and bool(((keys == keys[..., :1]) & (keys > 0)).all())
 
 
 def replaced(values: Any, others: Dict[int, Tensor]) -> Any:
-    """Returns values, and lists of them, with others in the place of those of an id."""
+    """Replaces values, also in lists, by others that are given by their ids."""
     if isinstance(values, (list, tuple)) and not isinstance(values, torch.Size):
-        return [replaced(own, others) for own in values]
+        return type(values)(replaced(own, others) for own in values)
     return others.get(id(values), values)
 
 
@@ -734,41 +774,7 @@ def probs_of_flex_attention(
 
 
 def softmax(scores: Tensor, masked: bool = True) -> Tensor:
-    """Returns softmax in the memory of the scores, which is 0 where a query sees no key, by a mask of −inf."""
+    """Computes the softmax in the memory of the scores; it is 0 where a mask of −inf hides all keys from a query."""
     sees_none = scores.amax(-1, keepdim=True) == -torch.inf if masked else None
     probs = torch.softmax(scores, -1, out=scores if type(scores) is Tensor else None)
     return probs if sees_none is None else probs.masked_fill_(sees_none, 0)
-
-
-def permuted(axes: Sequence[List[Part]], before: Tensor, after: Tensor) -> Optional[List[List[Part]]]:
-    """Returns the parts of the axes of a view that has them in another order; None for another view."""
-    place = {stride: parts for stride, size, parts in zip(before.stride(), before.shape, axes) if size > 1}
-    found = [place.get(stride) if size > 1 else [] for stride, size in zip(after.stride(), after.shape)]
-    return None if any(parts is None for parts in found) else found  # type: ignore[return-value]
-
-
-def regrouped(axes: Sequence[List[Part]], shape: Sequence[int]) -> Optional[List[List[Part]]]:
-    """Returns the parts of the axes of another shape of the same entries in the same order; None where they overlap.
-
-    Examples:
-        >>> regrouped([[('heads', 3, 1)], [('d', 8, 1)]], (24,))
-        [[('heads', 3, 1), ('d', 8, 1)]]
-        >>> regrouped([[('images and heads', 6, 1)]], (2, 3))
-        [[('images and heads', 2, 3)], [('images and heads', 3, 1)]]
-    """
-    left = [part for parts in axes for part in parts if part[1] > 1]
-    found: List[List[Part]] = []
-    for size in shape:
-        found.append([])
-        while size > 1:
-            label, number, inside = left.pop(0)
-            if size % number == 0:
-                found[-1].append((label, number, inside))
-                size //= number
-            elif number % size == 0:
-                found[-1].append((label, size, inside * (number // size)))
-                left.insert(0, (label, number // size, inside))
-                size = 1
-            else:
-                return None
-    return found

@@ -23,6 +23,7 @@ OWN, TOKENS, VIEWS = 1, 2, 4
 WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
+OF_KEYS = 'kv', 'key_value'  # in the name of a number of heads: that of the keys, which heads may share
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
 
 
@@ -62,7 +63,8 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         counts = {
             key: value
             for key, value in numbers.items()
-            if is_number_of_heads(key, value) and (value == before or _is_of_keys(key) and 0 < value < before)
+            if is_number_of_heads(key, value)
+            and (value == before or any(word in key for word in OF_KEYS) and 0 < value < before)
         }
         if not counts:
             continue
@@ -99,11 +101,6 @@ def is_number_of_heads(key: str, value: Any) -> bool:
     """Says whether an attribute is a number of heads, by its name."""
     is_size = any(size in key for size in ('dim', 'size', 'width', 'channel', 'group'))
     return type(value) is int and 'head' in key and not is_size
-
-
-def _is_of_keys(key: str) -> bool:
-    """Says whether a number of heads is that of keys, which heads may share."""
-    return 'kv' in key or 'key_value' in key
 
 
 def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
@@ -180,27 +177,21 @@ class FewerHeads:
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
         before = shapes_of(module)
-        for name, shape in self._changed(module).items():
-            resize(module, name, shape)
+        changed = {name: size for name, size in self.shapes.items() if size != before[name]}
+        widths = {was: own for name, size in changed.items() for was, own in zip(before[name], size) if was != own}
+        for name, size in before.items():  # a buffer that state dicts leave out is as wide as its heads
+            if name not in self.shapes and len(size) == 1 and size[0] in widths:
+                changed[name] = torch.Size([widths[size[0]]])
+        for name, size in changed.items():
+            resize(module, name, size)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
         set_sizes(module, shapes, self.built, self.before, self.left, self.way)
         write_record(module, self.built, self.left, self.way)
 
-    def _changed(self, module: nn.Module) -> Dict[str, torch.Size]:
-        """Returns the shapes that change; buffers that state dicts leave out are as wide as their heads."""
-        before = shapes_of(module)
-        found = {name: size for name, size in self.shapes.items() if size != before[name]}
-        widths = {was: own for name, size in found.items() for was, own in zip(before[name], size) if was != own}
-        beside = [name for name, size in before.items() if name not in self.shapes and len(size) == 1]
-        return {
-            **found,
-            **{name: torch.Size([widths[before[name][0]]]) for name in beside if before[name][0] in widths},
-        }
-
 
 def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
-    """Notes a structure in a buffer; none where all heads are there."""
+    """Notes a structure in a buffer, or removes it where all heads are there."""
     if left == built:
         if RECORD in module._buffers:
             delattr(module, RECORD)
@@ -220,7 +211,7 @@ def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:
 
 
 def note_in_configs(model: nn.Module) -> None:
-    """Has configurations of Hugging Face transformers, which ``save_pretrained`` writes, say what loads the model."""
+    """Notes in configurations of Hugging Face transformers, which ``save_pretrained`` writes, what loads the model."""
     modules: List[Any] = [own for own in model.modules() if hasattr(getattr(own, 'config', None), 'architectures')]
     for module in modules:
         vars(module.config).pop(NOTE, None)

@@ -171,17 +171,12 @@ class SALearned(SAQuadratic):
         img_size (int | tuple): Height and width of the largest input image: learned encodings have a vector for
             every shift in it. A checkpoint of another size is resized as it is loaded. Defaults to 32.
         content (bool): Whether scores depend on content too. Defaults to False.
-        position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
-            ``'relative_quadratic'`` or ``'relative_generalized'``, see
-            :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to ``'relative_learned'``.
         kwargs: The other arguments are those of :class:`SAQuadratic`.
     """
 
-    def __init__(
-        self, arch='base', img_size=32, reduction=2, content=False, position='relative_learned', **kwargs
-    ) -> None:
+    def __init__(self, arch='base', img_size=32, reduction=2, content=False, **kwargs) -> None:
         layer = ContentAttention if content else LearnedAttention
-        self.attn_layer = partial(layer, max_size=token_grid(img_size, reduction), position=position)
+        self.attn_layer = partial(layer, max_size=token_grid(img_size, reduction))
         super().__init__(arch, img_size, reduction=reduction, **kwargs)
 
 

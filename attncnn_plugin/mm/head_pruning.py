@@ -90,9 +90,9 @@ class HeadPruningHook(ChangingHook):
             return
         for name, report in judged.reports.items():
             runner.logger.info(f'{name} at epoch {epoch}: {report}')
-        for name, heads in judged.heads.items():
+        for name, heads in judged.items():
             numbers[name] = [number for head, number in enumerate(numbers[name]) if head not in heads]
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)
         wrap_again(runner, compile=True)
         sizes = f'{before:,} parameters became {number_of_parameters(model):,}'
-        runner.logger.info(f'Removed heads {judged.heads}: {sizes}')
+        runner.logger.info(f'Removed heads {judged}: {sizes}')

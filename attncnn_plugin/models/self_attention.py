@@ -153,7 +153,6 @@ def sa_learned_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        position (str): See :class:`~attncnn_plugin.attention.LearnedAttention`. Defaults to ``'relative_learned'``.
     """
     return _create('sa_learned_cifar', pretrained, LearnedAttention, **kwargs)
 
@@ -164,8 +163,6 @@ def sa_learned_content_cifar(pretrained: bool = False, **kwargs) -> SelfAttentio
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        position (str): See :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to ``'relative_learned'``,
-            q·k + q·r_δ of the paper.
     """
     return _create('sa_learned_content_cifar', pretrained, ContentAttention, **kwargs)
 

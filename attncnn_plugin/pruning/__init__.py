@@ -5,13 +5,13 @@ Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant on
 
 from ..heads.found import masked_heads
 from .ablation import HeadAblation, head_ablation
-from .degenerate import DegenerateHeads, find_degenerate_heads
+from .degenerate import JudgedHeads, find_degenerate_heads
 from .importance import count_multiply_adds, head_costs, head_importance, least_important
 from .optimizers import replace_parameters
 from .prune import prunable_heads, prune_heads
 
 __all__ = [
-    'DegenerateHeads',
+    'JudgedHeads',
     'HeadAblation',
     'count_multiply_adds',
     'find_degenerate_heads',

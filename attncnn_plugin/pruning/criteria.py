@@ -32,9 +32,7 @@ class DegenerateHead:
         criterion (str): Name of the criterion.
         value (float): The value compared with the threshold.
         reason (str): Value and threshold in words.
-        duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
-            the value matrix to that of this head makes up for its removal, see
-            :func:`~attncnn_plugin.pruning.means.merge_duplicate`.
+        duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to.
     """
 
     head: int
@@ -147,7 +145,7 @@ def rules_of(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> 
 def found_by(
     num_heads: int, criteria: Sequence[Criterion], measures: Mapping[str, Measure], *of_layer: Any
 ) -> DegeneracyReport:
-    """Returns the heads that the criteria find, each under the first; duplicates are among the heads that are left."""
+    """Returns the heads that the criteria find, each under the first; only the others are compared for duplicates."""
     found: Dict[int, DegenerateHead] = {}
     rules = sorted(rules_of(criteria, measures), key=lambda rule: rule[0] == 'duplicate')
     for name, threshold in rules if num_heads else ():

@@ -31,18 +31,22 @@ Size = Union[int, Sequence[int], None]
 GRID = 16, 16  # on which Gaussian heads are compared where that of the model is unknown
 
 
-class DegenerateHeads(Dict[str, List[int]]):
+class JudgedHeads(Dict[str, List[int]]):
     """The heads of a model that can go, by the name of the layer, as ``prune_heads`` takes them; as a string, a table.
 
     A layer all of whose heads are found keeps the least uniform one. Layers that lose none are left out.
 
     Attributes:
         reports (dict[str, DegeneracyReport]): Of every layer, which heads are found, and why.
+        means (dict[str, HeadMeans]): Of layers that :class:`~attncnn_plugin.training.PruneHeads` has judged, the mean
+            outputs of their heads.
     """
 
-    def __init__(self, reports: Mapping[str, DegeneracyReport], going: Mapping[str, List[int]]) -> None:
+    def __init__(
+        self, reports: Mapping[str, DegeneracyReport], going: Mapping[str, List[int]], means: Any = ()
+    ) -> None:
         super().__init__(going)
-        self.reports = dict(reports)
+        self.reports, self.means = dict(reports), dict(means)
 
     def __str__(self) -> str:
         return '\n'.join(f'{name}: {report}' for name, report in self.reports.items() if report.found) or 'none'
@@ -115,7 +119,7 @@ def find_degenerate_heads(
     size: Size = None,
     inputs: Any = None,
     call: Call = None,
-) -> DegenerateHeads:
+) -> JudgedHeads:
     """Finds the heads that a model can do without: those that take a mean over the grid, or repeat another head.
 
     Attention that depends only on position, as of C20's networks, is judged by its parameters, in float64 on the CPU:
@@ -146,7 +150,7 @@ def find_degenerate_heads(
         call (Callable, optional): As there.
 
     Returns:
-        DegenerateHeads: The heads by the name of the layer, for :func:`~attncnn_plugin.pruning.prune_heads`, with
+        JudgedHeads: The heads by the name of the layer, for :func:`~attncnn_plugin.pruning.prune_heads`, with
         reports of criterion and value.
 
     Raises:
@@ -184,8 +188,8 @@ def find_degenerate_heads(
         try:
             reports[name] = report_of(layer, own if criteria is None else criteria, observed[name])
         except (TypeError, ValueError) as error:
-            raise type(error)(f'{name or type(layer).__name__}: {error}') from error
-    return DegenerateHeads(reports, heads_to_remove(reports, layers, observed))
+            raise type(error)(f'{name or type(model).__name__}: {error}') from error
+    return JudgedHeads(reports, heads_to_remove(reports, layers, observed))
 
 
 @torch.no_grad()
@@ -212,7 +216,7 @@ def heads_to_remove(
     layers: Mapping[str, Heads],
     observed: Mapping[str, ObservedAttention],
 ) -> Dict[str, List[int]]:
-    """Returns the heads that reports find, but for the least uniform one of a layer all of whose heads are found."""
+    """Returns the heads that reports find; of a layer all of whose heads are found, the least uniform one stays."""
     heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
     for name in [name for name, gone in heads.items() if len(gone) == reports[name].num_heads]:
         own, layer = observed[name], layers[name]

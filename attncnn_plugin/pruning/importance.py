@@ -39,20 +39,14 @@ AMOUNTS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {  # what each must be
 def of_images(of_calls: Sequence[Tensor], images: int) -> Tensor:
     """Returns ∂L/∂ξ of the loss of each image, ``(images, N_h)``, by those of the mean loss in each call.
 
-    A call has rows for all images, and windows of an image lie one after the other. It can compute some images at a
-    time; attention can be called several times in one pass.
+    A call has rows for all images, and windows of an image lie one after the other. Attention can be called several
+    times in one pass.
     """
     total = of_calls[0].new_zeros(images, of_calls[0].shape[1])
-    waiting: List[Tensor] = []
     for rows in of_calls if images else ():
-        waiting.append(rows)
-        if sum(map(len, waiting)) % images == 0:
-            total += images * torch.cat(waiting).unflatten(0, (images, -1)).sum(1)
-            waiting = []
-    if waiting:
-        raise ValueError(
-            f'a layer got {sum(map(len, of_calls))} rows for {images} images: as many rows of each were expected'
-        )
+        if len(rows) % images:
+            raise ValueError(f'a layer got {len(rows)} rows for {images} images: as many rows of each were expected')
+        total += images * rows.unflatten(0, (images, -1)).sum(1)
     return total
 
 
@@ -137,7 +131,7 @@ def head_importance(
 
 
 def normalized(importance: Tensor) -> Tensor:
-    """Returns the importances of a layer's heads, ``(N_h,)``, by their l2 norm; those that are all 0 stay."""
+    """Divides the importances of a layer's heads, ``(N_h,)``, by their l2 norm; those that are all 0 stay."""
     return importance / (importance.norm() or 1)
 
 
@@ -350,7 +344,7 @@ def check_amount(threshold: Optional[float], keep: Optional[float], multiply_add
 def _until(
     ranked: List[Tuple[float, str, int]], goal: float, total: float, costs: Mapping[str, Tensor], asked: str, unit: str
 ) -> List[Tuple[float, str, int]]:
-    """Returns as many of the ranked heads as bring a total down to a goal."""
+    """Returns the first of the ranked heads, as many as it takes to bring a total down to a goal."""
     left, chosen = float(total), []
     for entry in ranked:
         if left <= goal:

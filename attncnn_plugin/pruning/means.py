@@ -6,10 +6,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..attention.images import ImageAttention
-from ..attention.tokens import GridAttention
 from ..heads.found import Heads
-from ..heads.seen import AnyAttention, watching_outputs
+from ..heads.seen import AnyAttention, known_heads, watching_outputs
 
 
 class HeadMeans:
@@ -25,7 +23,7 @@ class HeadMeans:
         self.total = torch.zeros(sum(widths), dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.widths = widths
-        self.axes: Dict[str, Any] = {}  # which are heads, by the name of each run
+        self.axes: Dict[Any, Any] = {}  # which are heads, by the key of each run
 
     @property
     def mean(self) -> Sequence[Tensor]:
@@ -34,7 +32,7 @@ class HeadMeans:
 
     def replace(self, head: int, by_zero: bool, attention: AnyAttention, output: Tensor) -> Tensor:
         """Returns an output with that of one head at its mean, or at zero."""
-        attention.heads, mean = self.axes.get(attention.name), self.mean[head]
+        attention.heads, mean = known_heads(attention, self.axes), self.mean[head]
         return attention.where([head], torch.zeros_like(mean) if by_zero else mean, output)
 
 
@@ -55,7 +53,7 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
         heads, queries = attention.of_heads(output), attention.is_query
         found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], output.device))
-        found.axes[attention.name] = attention.heads
+        found.axes[attention.key] = attention.heads
         rows = [head.double() if queries is None else head[queries].double() for head in heads]
         found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
         found.count += rows[0].shape[:-1].numel()
@@ -100,38 +98,3 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
     of_heads = [weight[..., layer.output_entries([head])] for head in heads]
     added = [own @ mean[head].to(own).view(len(own), -1, 1) for head, own in zip(heads, of_heads)]
     output.bias.add_(sum(added).flatten().to(output.bias))
-
-
-def takes_duplicates(layer: Heads) -> bool:
-    """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
-    return isinstance(layer.layer, (ImageAttention, GridAttention))
-
-
-@torch.no_grad()
-def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
-    """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
-
-    Raises:
-        ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> from attncnn_plugin.pruning import prunable_heads, prune_heads
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> for parameter in layer.encoding.parameters():
-        ...     parameter.data[2] = parameter.data[0]
-        >>> image = torch.randn(1, 5, 6, 8)
-        >>> expected = layer(image)
-        >>> merge_duplicate(prunable_heads(layer)[''], head=2, kept=0)
-        >>> change = prune_heads(layer, {'': [2]})
-        >>> torch.allclose(layer(image), expected, atol=1e-5)
-        True
-    """
-    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
-    if not takes_duplicates(layer):
-        raise ValueError(
-            f'the heads of layer have values of head_dim={len(columns)} channels, so that one head cannot take the '
-            'values of two: use fold_into_bias for the duplicate'
-        )
-    weight: Any = layer.output.weight
-    weight[:, of_kept] += weight[:, columns]

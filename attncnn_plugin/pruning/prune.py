@@ -242,7 +242,8 @@ def _cut_and_compare(
     names = ', '.join(gone)
     raise TypeError(
         f'heads of {names} cannot be removed: a {type(model.get_submodule(next(iter(gone)))).__name__} cannot run with '
-        f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))})'
+        f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))}). Heads that a map mixes, such as '
+        'talking heads, can only be hidden: use masked_heads'
     )
 
 

@@ -20,16 +20,14 @@ Examples:
     ('attn', 8)
 """
 
-from .head_pruning import JudgedHeads, PruneHeads
+from .head_pruning import PruneHeads
 from .loops import follow_with_optimizer
-from .two_phases import PhasedModule, TwoPhases, parts_in_phases, to_attention
+from .two_phases import PhasedModule, TwoPhases, parts_in_phases
 
 __all__ = [
-    'JudgedHeads',
     'PhasedModule',
     'PruneHeads',
     'TwoPhases',
     'follow_with_optimizer',
     'parts_in_phases',
-    'to_attention',
 ]

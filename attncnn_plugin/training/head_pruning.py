@@ -2,7 +2,7 @@
 
 import itertools
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -17,6 +17,7 @@ from ..change import Change, all_or_nothing, check_not_distributed
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import Heads, find_entries
 from ..pruning import (
+    JudgedHeads,
     head_costs,
     head_importance,
     least_important,
@@ -27,29 +28,12 @@ from ..pruning import (
 from ..pruning.criteria import DegeneracyReport, DegenerateHead, rules_of
 from ..pruning.degenerate import heads_to_remove, measures_of, observed_attention, report_of
 from ..pruning.importance import Loss, check_amount, counting, normalized
-from ..pruning.means import HeadMeans, fold_into_bias, head_means, merge_duplicate, takes_duplicates
+from ..pruning.means import fold_into_bias, head_means
 from ..pruning.prune import check_prunable, example_run
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
 
 Costs = Tuple[float, Dict[str, Tensor]]
 Scores = Callable[[nn.Module, List[Any], Loss], Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class JudgedHeads:
-    """The heads of a model as criteria judge them. All ranks have the same.
-
-    Attributes:
-        reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds, and what they
-            are: degenerate, least important, or one of the two.
-        heads (dict[str, list[int]]): By the name of the layer, those of them that go: the least uniform head of a layer
-            stays. Layers that lose none are left out.
-        means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads.
-    """
-
-    reports: Dict[str, DegeneracyReport]
-    heads: Dict[str, List[int]]
-    means: Dict[str, HeadMeans]
 
 
 class PruneHeads:
@@ -80,8 +64,7 @@ class PruneHeads:
         layers (str | Iterable[str] | callable, optional): The layers to judge, as of
             :func:`attncnn_plugin.attention_maps`. Defaults to ``'*'``.
         bias_correction (bool): Whether the mean output of a removed head is added to the bias of its layer, if that
-            has one, and a duplicate's values to those of the head that it repeats. Defaults to
-            True.
+            has one. Defaults to True.
 
     Raises:
         ValueError: ``epoch`` has no epochs; neither criteria nor one of ``keep``, ``threshold`` and ``multiply_adds``
@@ -187,7 +170,7 @@ class PruneHeads:
             raise ValueError(f'PruneHeads finds, at epoch {epoch}, {self.nothing}')
         judged = self.judge(model)
         self.remove(model, judged, in_list(optimizer), map(uncompiled, copies))
-        return judged if judged.heads else None
+        return judged or None
 
     @property
     def nothing(self) -> str:
@@ -234,7 +217,7 @@ class PruneHeads:
         judged: List[Any] = [reports, heads_to_remove(reports, layers, observed)]
         if _is_distributed():
             dist.broadcast_object_list(judged)
-        return JudgedHeads(judged[0], judged[1], means)
+        return JudgedHeads(*judged, means)
 
     def remove(
         self,
@@ -261,7 +244,7 @@ class PruneHeads:
         """
         models, optimizers, example = [model, *copies], list(optimizers), self._some(1)
         layers = [self.layers(own) for own in models]
-        numbers = {name: layers[0][name].num_heads for name in judged.heads}
+        numbers = {name: layers[0][name].num_heads for name in judged}
         for own, of_model in zip(models, layers):
             found = {name: layer.num_heads for name, layer in of_model.items()}
             if not numbers.items() <= found.items():
@@ -272,13 +255,14 @@ class PruneHeads:
         values: List[Tensor] = []
         if self.bias_correction:
             for own, of_model in zip(models, layers):
-                self._find(own, {name: of_model[name] for name in judged.heads}, *example)
-                outputs = [of_model[name].output for name in judged.heads]
+                self._find(own, {name: of_model[name] for name in judged}, *example)
+                outputs = [of_model[name].output for name in judged]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
-            for of_model in layers:
-                self._make_up(of_model, judged)
-            changes = [prune_heads(own, judged.heads, *example, call=self.loss) for own in models]
+            for of_model, (name, heads) in itertools.product(layers, judged.items() if self.bias_correction else ()):
+                if getattr(of_model[name].output, 'bias', None) is not None:
+                    fold_into_bias(of_model[name], heads, judged.means[name].mean)
+            changes = [prune_heads(own, judged, *example, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
         return changes[0]
@@ -288,20 +272,6 @@ class PruneHeads:
         with random_numbers_kept():
             run = lambda: self.loss(model, *batch) if batch else example_run(model)()  # noqa: E731
             find_entries(model, list(layers.values()), run)
-
-    def _make_up(self, layers: Mapping[str, Heads], judged: JudgedHeads) -> None:
-        """Adds the mean output of heads that go to the bias of their layer, and merges duplicates."""
-        for name, heads in judged.heads.items() if self.bias_correction else ():
-            layer = layers[name]
-            duplicates = {
-                entry.head: entry.duplicate_of
-                for entry in judged.reports[name].found
-                if entry.duplicate_of is not None and entry.head in heads and takes_duplicates(layer)
-            }
-            for head, kept in duplicates.items():
-                merge_duplicate(layer, head, kept)
-            if getattr(layer.output, 'bias', None) is not None:
-                fold_into_bias(layer, [head for head in heads if head not in duplicates], judged.means[name].mean)
 
     def _some(self, number: Optional[int] = None) -> List[Any]:
         """Returns the first of the batches; a data loader draws a random number when it begins."""

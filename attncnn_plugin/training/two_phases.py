@@ -37,24 +37,6 @@ def parts_in_phases(model: nn.Module, phase: Optional[str] = None) -> List[Phase
     return [part for part in parts if phase in (None, part.phase)]
 
 
-def to_attention(model: nn.Module, seed: int = 0) -> List[Change]:
-    """Turns all convolutions of a model that can turn into attention, in place.
-
-    The second phase needs an optimizer of its own, and a new wrapper for distributed training: build both afterwards.
-    Ranks that give the same seed have the same model. :class:`TwoPhases` does it in a training.
-
-    Args:
-        model (nn.Module): Any model, not wrapped for distributed training.
-        seed (int): Of what is drawn, such as the keys of attention by content. Defaults to 0.
-
-    Returns:
-        list[Change]: What each part returned; empty where there was nothing to turn.
-    """
-    changes = [part.to_attention(torch.Generator().manual_seed(seed)) for part in parts_in_phases(model, 'conv')]
-    model.zero_grad(set_to_none=True)
-    return changes
-
-
 class TwoPhases:
     """Turns the convolutions of a model into attention at the beginning of an epoch, in any training loop.
 
@@ -168,15 +150,15 @@ class TwoPhases:
 
     def _turn(self, model: nn.Module, optimizers: Sequence[Any]) -> List[Change]:
         names: Dict[Any, str] = {module: name for name, module in model.named_modules()}
+        seeded = torch.Generator().manual_seed
         if self.globs is None:
-            places = [names[part] for part in parts_in_phases(model, 'conv')]
-            changes = to_attention(model, self.seed)
+            parts = parts_in_phases(model, 'conv')
+            changes = {names[part]: part.to_attention(seeded(self.seed)) for part in parts}
         else:
-            places, generator = [''], torch.Generator().manual_seed(self.seed)
-            changes = [convs_to_attention(model, self.globs, generator=generator, **self.settings)]
+            changes = {'': convs_to_attention(model, self.globs, generator=seeded(self.seed), **self.settings)}
         replaced: Dict[nn.Parameter, Successor] = {}
-        for name, change in zip(places, changes):
+        for name, change in changes.items():
             replaced.update(within(name, change.replaced))
         for own in optimizers:
             hand_over(own, model, replaced, anew=True)
-        return changes
+        return list(changes.values())

@@ -1,9 +1,8 @@
 """Vision transformers that start as a convolution: each head looks at one shift, as a position of a kernel does.
 
 C20 (Cordonnier et al. 2020), eq. 9, is a Gaussian head, P[q, k] = softmax_k(−α‖k − q − Δ‖²). Embeddings of absolute
-positions (``absolute``), tables of relative ones (``relative_tables``) and rotations (``rotary``) can
-express it. Beside it are the impulses of Zheng et al. 2025 and the mimetic start of Trockman and Kolter 2023
-(``impulse_and_mimetic``).
+positions, tables of relative ones and rotations can express it (``gaussian``). Beside it is the mimetic start of
+Trockman and Kolter 2023 (``mimetic``).
 """
 
 from .embeddings import set_sine_cosine_embedding

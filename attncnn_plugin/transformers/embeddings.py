@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.window import CONVOLUTIONS, shown
-from .attention_parts import Attention
-from .vision_transformer import Transformer, find_transformer
+from .vision_transformer import Attention, Transformer, find_transformer
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
 # default patch embedding of images of deviation 1. The larger it is, the smaller are the weights that read it, and the
@@ -185,7 +184,7 @@ class PositionChannels:
         """
 
         def set_attention(attention: Attention, module: nn.Module, args: Any, kwargs: Any) -> None:
-            tokens = attention.tokens(args, kwargs)
+            tokens: Tensor = (*args, *kwargs.values())[0]
             number, (height, width) = tokens[0, ..., 0].numel(), self.network.grid
             if number != height * width + self.network.num_prefix_tokens:
                 raise ValueError(

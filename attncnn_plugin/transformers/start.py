@@ -1,27 +1,23 @@
 """A vision transformer that starts as a convolution."""
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.window import per_axis, shown
+from ..attention.window import check_choice, per_axis, shown
 from ..change import all_or_nothing, table
 from ..heads.places import Places, cells
 from ..heads.seen import watching
-from .absolute import start_absolute
-from .attention_parts import Attention, find_attention
 from .embeddings import check_new
-from .impulse_and_mimetic import start_impulse, start_mimetic
-from .relative_tables import bias_of, start_relative, window_of
-from .rotary import start_rotary
-from .vision_transformer import Transformer, find_transformer
+from .gaussian import STARTS
+from .mimetic import start_mimetic
+from .vision_transformer import KNOWN, Attention, Transformer, find_attention, find_transformer
 
 Kernel = Union[int, Sequence[int]]
-METHODS = ('gaussian', 'impulse', 'mimetic')
+METHODS = ('gaussian', 'mimetic')
 SHIFTS = ('ordered', 'random')
-HARD = 1e3  # α of the attention that impulses are compared with
 MOST_ELSEWHERE = 0.5  # of the attention of a Gaussian head: then it does not look where it was asked to
 
 
@@ -99,9 +95,8 @@ def init_as_convolution(
             (timm's EVA02, DINOv3 and their relatives).
         kernel_size (int | tuple[int, int]): Of the kernel, in patches. With 1, all heads look at the centre. Defaults
             to 3.
-        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'impulse'``, Zheng
-            et al. 2025, for embeddings of absolute positions; ``'mimetic'``, Trockman and Kolter 2023, without shifts.
-            Defaults to ``'gaussian'``.
+        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'mimetic'``,
+            Trockman and Kolter 2023, without shifts. Defaults to ``'gaussian'``.
         alpha (float): α of Gaussian heads, in 1/patches². Defaults to 2: a head has 0.62 of its attention at Δ.
         seed (int): Of all that is random. Defaults to 0.
         overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
@@ -127,9 +122,8 @@ def init_as_convolution(
         >>> max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
         True
     """
-    for name, own, known in (('method', method, METHODS), ('shifts', shifts, SHIFTS)):
-        if own not in known:
-            raise ValueError(f'{name}={shown(own)} must be one of {known}')
+    check_choice('method', method, METHODS)
+    check_choice('shifts', shifts, SHIFTS)
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     network = find_transformer(model)
@@ -139,23 +133,17 @@ def init_as_convolution(
     if not overwrite:
         check_new(network)
     encoding = _encoding(network, attentions)
-    if method == 'impulse' and encoding != 'absolute':
-        need = f"method='impulse' needs absolute positions, not {encoding} ones"
-        raise ValueError(f"{need}: use 'gaussian' with a large alpha")
     generator = torch.Generator().manual_seed(seed)
-    _set_shifts(network, attentions, kernel_size, shifts, generator)
+    _set_shifts(attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)
     with all_or_nothing([], values=model.parameters()), evaluating(network.module):
-        if method == 'impulse':
-            start_impulse(network, attentions, generator)
-        elif method == 'mimetic':
+        if method == 'mimetic':
             start_mimetic(network, attentions, encoding == 'absolute', generator)
         else:
-            start = {'absolute': start_absolute, 'relative': start_relative, 'rotary': start_rotary}[encoding]
             # Autocast keeps the weights that it has cast, and would not see that they are set.
             with torch.autocast(images.device.type, enabled=False):
-                start(network, attentions, alpha, images, generator)
-        layers = _report(model, network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
+                STARTS[encoding](network, attentions, alpha, images, generator)
+        layers = _report(model, network, attentions, encoding, alpha, images)
         for layer in layers if method == 'gaussian' else ():
             worst = max(head.total_variation or 0.0 for head in layer.heads)
             if not worst <= MOST_ELSEWHERE:
@@ -171,21 +159,19 @@ def init_as_convolution(
 
 def _encoding(network: Transformer, attentions: List[Attention]) -> str:
     """Returns how a network encodes positions: ``'relative'``, ``'rotary'`` or ``'absolute'``."""
-    if all(bias_of(network, attention) is not None for attention in attentions):
+    if all(attention.positions is not None for attention in attentions):
         return 'relative'
     if network.rope is not None:
         return 'rotary'
     if network.position is not None:
         return 'absolute'
     raise ValueError(
-        f'a {network.kind} has no position encoding that is known: neither relative_position_bias_table or '
-        'rel_pos of each layer, nor shared_rel_pos, rel_pos_bias, rope or a learned pos_embed of the network'
+        f'a {network.kind} has no position encoding that is known: neither relative positions of each layer, nor '
+        'rotations, nor a learned embedding of absolute positions'
     )
 
 
-def _set_shifts(
-    network: Transformer, attentions: List[Attention], kernel_size: Kernel, order: str, generator: torch.Generator
-) -> None:
+def _set_shifts(attentions: List[Attention], kernel_size: Kernel, order: str, generator: torch.Generator) -> None:
     """Gives each head a position of the kernel, in the order of ``init_as_convolution`` or at random."""
     sizes = per_axis('kernel_size', kernel_size, 2)
     # As those of a convolution with padding 'same'.
@@ -197,10 +183,9 @@ def _set_shifts(
         shifts = torch.tensor([positions[i % len(kernel)] for n in heads for i in range(n)], device='cpu')
     else:
         shifts = kernel[torch.randint(len(kernel), (sum(heads),), generator=generator, device='cpu')]
-    of_bias: Dict[int, Tensor] = {}
-    for attention, own in zip(attentions, shifts.split(heads)):
-        bias = bias_of(network, attention)  # layers that share it have the same shifts
-        attention.shifts = own if bias is None else of_bias.setdefault(id(bias), own)
+    of_positions: Dict[Any, Tensor] = {}
+    for attention, own in zip(attentions, shifts.split(heads)):  # layers that share biases have the same shifts
+        attention.shifts = of_positions.setdefault(attention.positions or attention, own)
 
 
 def random_images(network: Transformer, seed: int = 0) -> Tensor:
@@ -225,34 +210,35 @@ def _report(
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
     """
-    by_name, layers = {attention.name: attention for attention in attentions}, {}
+    by_name, layers, unknown = {attention.name: attention for attention in attentions}, {}, []
 
     def compare(name: str, probs: Tensor, places: Places) -> None:
-        attention = by_name[name]
-        if places.queries is None or places.keys is None:
+        if name not in by_name:
+            unknown.append(name)
+        if places.queries is None or places.keys is None or unknown:
             return
+        attention = by_name[name]
         (_, query, whole), (_, key, _) = cells(places.queries), cells(places.keys)
-        bias = bias_of(network, attention)
-        grid = whole if bias is None else window_of(bias)
         of_query, of_key = (torch.stack([own // whole[1], own % whole[1]], -1) for own in (query, key))
         shifts = of_key[:, None] - of_query[:, :, None]
-        # Tokens of one window that are farther apart come from both sides of a grid that was shifted.
-        hidden = (key < 0)[:, None] | (shifts.abs() >= torch.tensor(grid, device=shifts.device)).any(-1)
         own = probs.double().masked_fill((key < 0)[:, None, None], 0)
         total = own.sum(-1, keepdim=True)
         own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
         wanted = attention.shifts.to(own.device)[:, None, None]
         scores = -alpha * (shifts[:, None] - wanted).double().square().sum(-1)  # (B, N_h, Q, K)
-        wanted = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        wanted = scores.masked_fill(~places.sees(probs)[:, None], -torch.inf).softmax(-1)
         of_patches = (query >= 0)[:, None].expand(own.shape[:-1])
         number = of_patches.sum((0, 2))
         variations = ((own - wanted).abs().sum(-1) / 2).where(of_patches, 0).sum((0, 2)) / number
         share = max(0.0, float(1 - total[of_patches].mean())) if (key < 0).any() else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
-        layers[name] = LayerStart(attention.name, encoding, grid, heads, share)
+        layers[name] = LayerStart(name, encoding, attention.window or whole, heads, share)
 
-    with watching(model, compare, by_name.__contains__):
+    with watching(model, compare, network.in_blocks):
         network.module(images)
+    for name in unknown[:1]:
+        kind = type(model.get_submodule(name.partition('#')[0]))
+        raise ValueError(f'{name} of a {network.kind} is a {kind.__name__} of {kind.__module__}: {KNOWN}')
     missing = [name for name in by_name if name not in layers]
     if missing:
         raise ValueError(f'{missing[0]} is attention that a {network.kind} does not run on patches')

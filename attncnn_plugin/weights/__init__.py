@@ -16,7 +16,7 @@ CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'hors
 
 
 def weights_file(name: str) -> Optional[str]:
-    """The weights that come with the package for a network.
+    """Finds the weights that come with the package for a network.
 
     Args:
         name (str): Its name in timm, such as ``'sa_quadratic_small'``.
@@ -34,7 +34,7 @@ def in_single_precision(state_dict: Mapping[str, Any], model: Any) -> Dict[str, 
 
 
 def example_images() -> Dict[str, str]:
-    """An image of each class of CIFAR-10, 32x32 pixels, from its test set: no network here was trained on it.
+    """Finds an image of each class of CIFAR-10, 32x32 pixels, from its test set: no network here was trained on it.
 
     Returns:
         dict[str, str]: The path of the PNG file of each of ``CLASSES``, in their order.

@@ -315,19 +315,14 @@ def test_models_by_position():
     assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
 
 
-@pytest.mark.parametrize('position', ['relative_learned', 'relative_quadratic'])
-def test_models_by_content(position):
-    """A report by position, by that of the query where it needs one, before that of the whole attention."""
-    model, images = small_timm('sa_learned_content_cifar', position=position), torch.randn(3, 3, 12, 10)
+def test_models_by_content():
+    """A report by position, which is that of the query, before that of the whole attention."""
+    model, images = small_timm('sa_learned_content_cifar'), torch.randn(3, 3, 12, 10)
     for block in model.blocks:
         block.attn.query.weight.data.mul_(10)  # so that images differ
     reports = head_report(model, images).layers
-    parts = {'position': 3 if position == 'relative_learned' else 0, 'images': 3}
     found = [(report.name, report.attention, report.num_images) for report in reports]
-    assert found == [(f'blocks.{i}.attn', *part) for i in range(2) for part in parts.items()]
-    if position == 'relative_quadratic':  # without images, what depends on position
-        alone = head_report(model, size=(6, 5)).layers
-        assert [report.heads for report in alone] == [report.heads for report in reports[::2]]
+    assert found == [(f'blocks.{i}.attn', part, 3) for i in range(2) for part in ('position', 'images')]
     for report in reports[1::2]:
         each = [mean_attention(model, image[None])[report.name].probs for image in images]
         for head, maps in zip(report.heads, torch.stack(each, dim=1)):
@@ -343,7 +338,7 @@ def test_models_by_content(position):
     [
         (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'a MultiheadAttention, depends on images, which say'),
         (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
-        (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
+        (ContentAttention(4, 2), dict(size=(5, 5)), 'layer, .*dim=4, num_heads=2.*, depend on images: give'),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
         (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
         (hard_layer([[math.nan, 0.0]]), dict(size=(5, 5)), 'finite: the parameters of layer must be finite'),

@@ -122,33 +122,15 @@ def test_generalized_outputs_and_gradients(dtype, height, width, num_heads, batc
         assert (own - expected).abs().max() <= (1e-11 if dtype == torch.float64 else 1e-4) * scale
 
 
-def sines_and_cosines(shift, dim):
-    """The vector of a shift along one axis, in Python's floats."""
-    waves = [10000 ** (-2 * i / dim) for i in range(dim // 2)]
-    return [math.sin(shift * wave) for wave in waves] + [math.cos(shift * wave) for wave in waves]
-
-
-@given(
-    st.sampled_from(['relative_learned', 'relative_sinusoidal']),
-    dtypes,
-    sizes,
-    sizes,
-    st.integers(0, 3),
-    st.integers(1, 3),
-    st.floats(0, 4),
-    st.integers(0, 2**31),
-)
-def test_learned_probs(position, dtype, height, width, spare, num_heads, gain, seed):
+@given(dtypes, sizes, sizes, st.integers(0, 3), st.integers(1, 3), st.floats(0, 4), st.integers(0, 2**31))
+def test_learned_probs(dtype, height, width, spare, num_heads, gain, seed):
     torch.manual_seed(seed)
     max_size = (height + spare, width + 2 * spare)
-    layer = LearnedAttention(8, num_heads, max_size, position, dtype=dtype)
+    layer = LearnedAttention(8, num_heads, max_size, dtype=dtype)
     encoding = layer.encoding
     with torch.no_grad():
         encoding.weight.mul_(gain)
-    if position == 'relative_learned':
-        row, column = encoding.tables.row_table.tolist(), encoding.tables.column_table.tolist()
-    else:
-        row, column = ([sines_and_cosines(shift, 4) for shift in range(1 - n, n)] for n in max_size)
+    row, column = encoding.tables.row_table.tolist(), encoding.tables.column_table.tolist()
 
     def score(head):
         v = encoding.weight[head].tolist()
@@ -182,12 +164,6 @@ def test_grid_larger_than_the_tables(kind):
     assert layer(torch.randn(1, 6, 5, 4)).shape == (1, 6, 5, 4)
     with pytest.raises(ValueError, match='7x5 tokens is larger than the 6x5'):
         layer(torch.randn(1, 7, 5, 4))
-
-
-def test_sinusoidal_tables_have_no_limit():
-    layer = LearnedAttention(8, 2, position='relative_sinusoidal')
-    assert not list(layer.encoding.tables.parameters())
-    assert layer(torch.randn(1, 40, 3, 8)).shape == (1, 40, 3, 8)
 
 
 def test_tables_of_a_checkpoint_are_resized():
@@ -229,9 +205,7 @@ def test_resized_tables(source, target, seed):
 @pytest.mark.parametrize(
     'make, message',
     [
-        (lambda: LearnedAttention(6, 2, position='relative_sinusoidal'), 'dim=6 must be a multiple of 4'),
         (lambda: RelativeTables(0, (2, 2)), 'dim=0 must be even'),
-        (lambda: LearnedAttention(4, 2, position='fixed'), "position='fixed' is unknown: choose one of"),
         (lambda: LearnedAttention(4, 2, max_size=16), 'max_size=16 must be the height and the width'),
         (lambda: LearnedAttention(4, 2, max_size=(0, 4)), r'max_size=\(0, 4\)'),
     ],

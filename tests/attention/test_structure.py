@@ -68,7 +68,7 @@ def test_heads_are_counted_by_every_parameter():
         partial(model.load_state_dict, strict=False),
         partial(follow_state_dict, model),
     ):
-        with pytest.raises(RuntimeError, match='blocks.1.attn.*different numbers of heads'):
+        with pytest.raises(RuntimeError, match='size mismatch for blocks.1.attn'):
             load(state)
         assert [block.attn.num_heads for block in model.blocks] == [3, 3]
     assert follow_state_dict(model, state, strict=False)

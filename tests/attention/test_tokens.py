@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.func import functional_call
 from attncnn_plugin.attention import ContentAttention, QuadraticAttention
 
 POSITION_ONLY = [kind for kind in TOKENS if 'content' not in kind]
-POSITIONS = ['relative_learned', 'relative_sinusoidal', 'relative_quadratic', 'relative_generalized']
 
 
 def output_by_equation(layer, x, probs):
@@ -54,34 +52,6 @@ def test_position_only(kind, dtype, height, width, num_heads, batch, spread, sha
         assert (gradient - reference).abs().max() <= 10 * tolerance * max(1, reference.abs().max())
 
 
-def shift_vectors(layer, height, width):
-    """R and C by shift, from their definition: vectors of tables, or sines and cosines."""
-    if layer.position == 'relative_learned':
-        tables = layer.tables.row_table, layer.tables.column_table
-        return tuple(
-            {shift: table[shift + len(table) // 2] for shift in range(1 - n, n)}
-            for n, table in zip((height, width), tables)
-        )
-    waves = layer.tables.dim // 4  # of half of r_δ
-    frequencies = [10000 ** (-i / waves) for i in range(waves)]
-    return tuple(
-        {
-            shift: torch.tensor([f(shift * w) for f in (math.sin, math.cos) for w in frequencies], dtype=torch.float64)
-            for shift in range(1 - n, n)
-        }
-        for n in (height, width)
-    )
-
-
-def v_times_r(encoding, head, d1, d2):
-    """v·r_δ of a Gaussian head (C20, eq. 9 and 19), from its parameters, in Python's floats."""
-    e1, e2 = d1 - encoding.center[head, 0].item(), d2 - encoding.center[head, 1].item()
-    if encoding.sqrt_precision.ndim == 1:
-        return -(encoding.sqrt_precision[head].item() ** 2) / 2 * (e1**2 + e2**2)
-    (a, b), (c, d) = encoding.sqrt_precision[head].tolist()
-    return -((a * e1 + c * e2) ** 2 + (b * e1 + d * e2) ** 2) / 2
-
-
 def scores_by_equation(layer, x):
     """Eq. 8 by content and by position, one query and one key at a time, ``(B, N_h, H*W, H*W)`` each, in float64."""
     layer, x = copy.deepcopy(layer).double(), x.double()
@@ -94,25 +64,24 @@ def scores_by_equation(layer, x):
             query = x[:, q1, q2] @ layer.query.weight[part].T + layer.query.bias[part]
             key = x[:, k1, k2] @ layer.key.weight[part].T + layer.key.bias[part]
             by_content[:, h, q, k] = (query * key).sum(-1) / dim**0.5
-            if layer.encoding is not None:
-                by_position[:, h, q, k] = v_times_r(layer.encoding, h, k1 - q1, k2 - q2)
-            else:
-                rows, columns = shift_vectors(layer, height, width)
-                by_position[:, h, q, k] = query @ torch.cat([rows[k1 - q1], columns[k2 - q2]]) / dim**0.5
+            rows, columns = (
+                table[shift + len(table) // 2]  # shift 0 is in the middle
+                for table, shift in ((layer.tables.row_table, k1 - q1), (layer.tables.column_table, k2 - q2))
+            )
+            by_position[:, h, q, k] = query @ torch.cat([rows, columns]) / dim**0.5
     return by_content, by_position
 
 
 @given(
-    st.sampled_from(POSITIONS),
     st.sampled_from([torch.float64, torch.float32]),
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(1, 2),
     st.integers(0, 2**31),
 )
-def test_content(position, dtype, height, width, batch, seed):
+def test_content(dtype, height, width, batch, seed):
     torch.manual_seed(seed)
-    layer = ContentAttention(4, 2, (5, 4), position, dtype=dtype)
+    layer = ContentAttention(4, 2, (5, 4), dtype=dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.5)
@@ -127,10 +96,7 @@ def test_content(position, dtype, height, width, batch, seed):
         ):
             assert scores.shape == expected.shape
             assert (scores.softmax(-1) - expected.softmax(-1)).abs().max() <= 10 * tolerance
-        if layer.has_position_scores:
-            assert (layer.position_probs((height, width)) - parts[1][0].softmax(-1)).abs().max() <= tolerance
-        else:
-            assert layer.position_probs((height, width)) is None
+        assert layer.position_probs((height, width)) is None and not layer.has_position_scores
         output = output_by_equation(copy.deepcopy(layer).double(), x.double(), sum(parts).softmax(-1))
         assert (layer(x) - output).abs().max() <= 20 * tolerance
 
@@ -159,10 +125,9 @@ def test_attention_dropout_drops_probabilities(kind):
     assert torch.allclose(mean, layer.eval()(x), atol=0.08)
 
 
-@pytest.mark.parametrize('kind', [kind for kind in TOKENS if 'content' in kind])
-def test_scores_stay_float32_under_autocast(kind):
+def test_scores_stay_float32_under_autocast():
     """The projections are autocast's own; what is made of them is not rounded any further."""
-    layer, x = TOKENS[kind](8, 3), torch.randn(2, 6, 7, 8)
+    layer, x = ContentAttention(8, 3), torch.randn(2, 6, 7, 8)
     with torch.autocast('cpu', dtype=torch.bfloat16):
         scores, query, key = layer.attention_scores(x), layer.query(x), layer.key(x)
     assert scores.dtype == torch.float32 and query.dtype == torch.bfloat16
@@ -205,9 +170,8 @@ def test_shapes_of_the_released_code():
     'make, message',
     [
         (lambda: QuadraticAttention(4, 0), 'num_heads=0'),
-        (lambda: ContentAttention(4, 2, position='rotary'), "position='rotary' is unknown"),
         (lambda: ContentAttention(5, 2), 'dim=5 must be even'),
-        (lambda: ContentAttention(4, 2).attention_probs((3, 3)), "position='relative_learned'.* depend on the input"),
+        (lambda: ContentAttention(4, 2).attention_probs((3, 3)), 'dim=4, num_heads=2.* depend on the input'),
     ],
 )
 def test_errors(make, message):

@@ -79,9 +79,7 @@ def test_one_row_down_and_two_columns_left():
     assert content['layers'][0]['centers'][0] == [1, -2]
 
 
-@pytest.mark.parametrize(
-    'settings', [{}, dict(sharpness=20), dict(position='relative_quadratic'), dict(position='relative_generalized')]
-)
+@pytest.mark.parametrize('settings', [{}, dict(sharpness=20)])
 def test_content(settings):
     check(content_model(**settings), images_of(3, size=12, width=20))
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from attncnn_plugin.attention import (
-    ContentAttention,
     GeneralizedQuadraticAttention,
     GridBias,
     LearnedAttention,
@@ -21,7 +20,6 @@ LAYERS = {
     'quadratic': lambda: with_outputs(QuadraticAttention(3, 4), 2),
     'generalized': lambda: with_outputs(GeneralizedQuadraticAttention(3, 4), 2),
     'learned': lambda: with_outputs(LearnedAttention(3, 4, max_size=(9, 9)), 2),
-    'content': lambda: with_outputs(ContentAttention(3, 4, position='relative_quadratic'), 2),
     'patch': lambda: random_patches(),
 }
 

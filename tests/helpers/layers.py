@@ -17,11 +17,7 @@ TOKENS = {  # by their dimensions and their number of heads
     'quadratic': layers.QuadraticAttention,
     'generalized': layers.GeneralizedQuadraticAttention,
     'learned': layers.LearnedAttention,
-    'learned_sinusoidal': partial(layers.LearnedAttention, position='relative_sinusoidal'),
     'content': layers.ContentAttention,
-    'content_sinusoidal': partial(layers.ContentAttention, position='relative_sinusoidal'),
-    'content_quadratic': partial(layers.ContentAttention, position='relative_quadratic'),
-    'content_generalized': partial(layers.ContentAttention, position='relative_generalized'),
 }
 LAYERS = {
     **{name: partial(make, 4, 3) for name, make in TOKENS.items()},

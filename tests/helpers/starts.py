@@ -1,5 +1,8 @@
 """Small vision transformers, and their attention computed here."""
 
+from contextlib import contextmanager
+
+import pytest
 import timm
 import torch
 
@@ -38,3 +41,12 @@ def total_variation(probs, wanted):
     patches = len(wanted)
     own = probs[:, -patches:, -patches:]
     return ((own / own.sum(-1, keepdim=True) - wanted).abs().sum(-1) / 2).mean().item()
+
+
+@contextmanager
+def refused(model, message, error=ValueError):
+    """Expects an error inside, which leaves every entry of the model as it was."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        yield
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

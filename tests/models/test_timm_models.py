@@ -54,9 +54,9 @@ def test_stem_is_invertible():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('position', ['relative_generalized', 'relative_quadratic'])
-def test_exported_for_any_size(position):
-    model = small_timm('sa_learned_content_cifar', depth=1, position=position)
+@pytest.mark.parametrize('name', ['sa_generalized_cifar', 'sa_quadratic_cifar'])
+def test_exported_for_any_size(name):
+    model = small_timm(name, depth=1)
     x = torch.randn(2, 3, 8, 12)
     model.eval()
     batch, rows, columns = (torch.export.Dim(n, min=1 if n == 'batch' else 2, max=16) for n in ('batch', 'r', 'c'))

@@ -9,9 +9,10 @@ from helpers.vits import SIZE, output_map, output_of, small_vit
 from torch import nn
 
 from attncnn_plugin import AttentionRecorder, follow_state_dict
+from attncnn_plugin.attention import QuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.heads.sizes import RECORD, WAYS
-from attncnn_plugin.pruning import head_importance, masked_heads, prunable_heads, prune, prune_heads
+from attncnn_plugin.pruning import head_ablation, head_importance, masked_heads, prunable_heads, prune, prune_heads
 
 VIT = 'vit_tiny_patch16_224'
 IMAGES = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -90,6 +91,30 @@ def test_a_mask_computes_and_trains_as_the_pruned_model(name):
             assert gradient is None or not gradient.numel() or not gradient.any()
         else:
             torch.testing.assert_close(left[parameter], gradient, **exact)
+
+
+class HeadsFirst(Folded):
+    """As ``Folded``, with the images of a head one after the other."""
+
+    def forward(self, x):
+        q, k, v = (torch.cat(own(x).chunk(self.heads, 2)) for own in (self.q, self.k, self.v))
+        heads = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+        return self.out(torch.cat(heads.chunk(self.heads), 2))
+
+
+@pytest.mark.parametrize('cls', [Folded, HeadsFirst])
+def test_batches_of_other_sizes(cls):
+    """In one context, such as the last batch of a loader; so does an ablation."""
+    torch.manual_seed(0)
+    model, batches = cls().double(), [torch.randn(number, 5, 12, dtype=torch.float64) for number in (4, 2, 3, 1)]
+    zeroed = copy.deepcopy(model)
+    zeroed.out.weight.data[:, 4:8] = 0
+    with masked_heads(model, {'': [1]}):
+        for batch in batches:
+            torch.testing.assert_close(model(batch), zeroed(batch))
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    changes = [(loss(zeroed, batch) - loss(model, batch)) * len(batch) for batch in batches]
+    assert head_ablation(model, batches, loss).zero_loss[''][1].item() == pytest.approx(sum(changes).item() / 10)
 
 
 @pytest.mark.parametrize('name', ['timm', 'positions'])
@@ -307,15 +332,22 @@ def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
     assert {len(own) for own in head_importance(model, [inputs], loss).values()} == {2}
 
 
-def test_all_forms_of_a_failed_comparison(monkeypatch):
+class ScaledOwn(QuadraticAttention):
+    def forward(self, x):
+        return super().forward(x) * self.num_heads
+
+
+class Scaled(Folded):
+    def forward(self, x):
+        return super().forward(x) * self.heads
+
+
+@pytest.mark.parametrize('layer, inputs', [(Scaled(), TOKENS), (ScaledOwn(12, 3), TOKENS[:, None])])
+def test_a_failed_comparison(layer, inputs):
     """A model that computes something else with fewer heads is put back, and the error says by how much."""
-
-    class Scaled(Folded):
-        def forward(self, x):
-            return super().forward(x) * self.heads
-
-    model = nn.Sequential(Scaled()).double()
-    before, expected = everything(model), model(TOKENS)
-    with pytest.raises(TypeError, match='a Scaled cannot run with fewer, or computes something else .*differs by 0.'):
-        prune_heads(model, {'0': [1]}, TOKENS)
-    assert all(a is b for a, b in zip(everything(model)[0], before[0])) and torch.equal(model(TOKENS), expected)
+    model = nn.Sequential(layer).double()
+    before, expected = everything(model), model(inputs)
+    with pytest.raises(TypeError, match='a Scaled.* cannot run with fewer, or computes something else .*differs by 0.'):
+        prune_heads(model, {'0': [1]}, inputs)
+    assert all(a is b for a, b in zip(everything(model)[0], before[0])) and torch.equal(model(inputs), expected)
+    assert numbers(model) in ([], [3])

@@ -23,6 +23,7 @@ from attncnn_plugin.attention import (
     PatchAttention,
     QuadraticAttention,
 )
+from attncnn_plugin.attention.state_dicts import write_extra_state
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.heads.sizes import RECORD
 from attncnn_plugin.pruning import (
@@ -32,7 +33,7 @@ from attncnn_plugin.pruning import (
     prune_heads,
     replace_parameters,
 )
-from attncnn_plugin.pruning.means import fold_into_bias, head_means, merge_duplicate
+from attncnn_plugin.pruning.means import fold_into_bias, head_means
 from attncnn_plugin.training import PruneHeads
 
 
@@ -420,6 +421,20 @@ def test_what_cannot_be_loaded(other, message):
         small_timm('sa_quadratic_cifar').load_state_dict(small_timm('sa_quadratic_cifar', **other).state_dict())
 
 
+def test_a_layer_keeps_a_head():
+    """Of a state dict without any, too."""
+    model, narrow = small_timm('sa_quadratic_cifar'), PatchAttention(8, 3, GridBias(3, (2, 2)), head_dim=2)
+    for module in (model.blocks[0].attn, narrow):
+        state = module.state_dict()
+        for key, (dim, _) in module.head_parameters().items():
+            state[key] = state[key].narrow(dim, 0, 0)
+        if '_extra_state' in state:
+            state['_extra_state'] = write_extra_state(dict(qk_dim=8, head_dims=[], null_key=False))
+        with pytest.raises(RuntimeError, match='has 0 heads in the state dict, but num_heads=3 in the model'):
+            module.load_state_dict(state)
+        assert module.num_heads == 3
+
+
 def test_a_state_dict_without_some_of_the_parameters():
     """Heads follow where all that there is of them is there; else the rest would be 0."""
     model, pruned = small_timm('sa_quadratic_cifar'), small_timm('sa_quadratic_cifar')
@@ -433,7 +448,7 @@ def test_a_state_dict_without_some_of_the_parameters():
 @pytest.mark.parametrize('groups', [1, 2, 4])
 @pytest.mark.parametrize('stride', [1, 2])
 def test_heads_in_the_place_of_a_convolution(groups, stride):
-    """A uniform head becomes a bias, a duplicate goes to the head that it repeats, and the function stays."""
+    """A uniform head becomes a bias, and the function stays; a duplicate is found."""
     conv = nn.Conv2d(4, 8, 3, padding=1, stride=stride, groups=groups, padding_mode='circular')
     layer, _ = conv_to_mhsa(conv.double(), alpha=6)
     with torch.no_grad():
@@ -448,14 +463,9 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     one = images[:1]  # a uniform head has the mean of its image
     with head_means(layer) as of_one:
         expected = layer(one)
-    heads = prunable_heads(layer)['']
-    fold_into_bias(heads, [1], of_one[''].mean)
-    merge_duplicate(heads, 2, 0)
-    prune_heads(layer, {'': [1, 2]})
+    fold_into_bias(prunable_heads(layer)[''], [1], of_one[''].mean)
+    prune_heads(layer, {'': [1]})
     assert torch.allclose(layer(one), expected, atol=1e-12)
-    narrow = PatchAttention(8, 3, GridBias(3, (2, 2)), head_dim=2)
-    with pytest.raises(ValueError, match='values of head_dim=2 channels, so that one head cannot take the values of'):
-        merge_duplicate(prunable_heads(narrow)[''], 2, 0)
 
 
 @pytest.mark.parametrize(

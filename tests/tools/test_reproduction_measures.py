@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.starts import gaussian, small_vit
 from torch import nn
 
 pytest.importorskip('mmpretrain')
@@ -11,6 +12,7 @@ import reproduce  # noqa: E402, F401
 from mmengine.registry import HOOKS  # noqa: E402
 from reproduction import measures  # noqa: E402
 from reproduction.configs import build, network_config, set_data, set_images  # noqa: E402
+from reproduction.impulses import start_impulses  # noqa: E402
 from reproduction.tables import TABLES  # noqa: E402
 
 from attncnn_plugin.pruning import prunable_heads  # noqa: E402
@@ -53,6 +55,29 @@ def test_the_released_start():
             assert linear.bias.std().item() == pytest.approx(192**-0.5 / 3**0.5, rel=0.15)
         assert layer.ffn.layers[1].weight.std().item() == pytest.approx(768**-0.5 / 3**0.5, rel=0.05)
     assert module.pos_embed.std().item() == pytest.approx(0.36, rel=0.05)
+
+
+@pytest.mark.parametrize('size', [(6, 6), (2, 3)])  # more patches than channels of a head, or fewer
+def test_impulses(size):
+    """2505.19985: pre-softmax scores of the normalized embedding alone are largest at the impulses, up and here."""
+    model = small_vit(size=size, embed_dim=96, num_heads=2)
+    for block in model.blocks:
+        block.attn.qkv.reset_parameters()  # with biases, which would shift the scores
+    start_impulses(model, seed=1)
+    embedding = nn.functional.layer_norm(model.pos_embed[0, 1:].detach(), (96,))
+    deviations = 4 / (2 * model.pos_embed.numel()) ** 0.5  # of the standard deviation of so many numbers
+    assert model.pos_embed.std().item() == pytest.approx(0.36, rel=deviations)
+    inside = torch.arange(size[0] * size[1]) >= size[1]  # patches with one above them
+    for block in model.blocks:
+        queries, keys, values = block.attn.qkv.weight.detach().unflatten(0, (3, 2, 48))
+        assert not block.attn.qkv.bias.any()
+        for number, (shift, exists) in enumerate([((0, 0), inside | True), ((-1, 0), inside)]):
+            for weight in (queries, keys):
+                assert weight[number].norm().item() == pytest.approx(7)
+            scores = embedding @ queries[number].T @ keys[number] @ embedding.T
+            assert torch.equal(scores.argmax(1)[exists], gaussian(shift, 100.0, size).argmax(1)[exists])
+        noise = (values.flatten(0, 1).T @ block.attn.proj.weight.detach().T) / 0.4 + torch.eye(96)
+        assert noise.std().item() == pytest.approx(96**-0.5, rel=0.05)
 
 
 def test_a_random_embedding():

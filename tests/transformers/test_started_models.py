@@ -3,11 +3,11 @@
 import pytest
 import timm
 import torch
-from helpers.starts import small_vit
+from helpers.starts import refused, small_vit
 from helpers.vits import NO_START, OF_HUGGING_FACE, OF_TORCHVISION, SETTINGS, new_vit, output_of
 from torch import nn
 
-from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
+from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding, vision_transformer
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,9 @@ class InParts(nn.Module):
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
 
     def forward(self, tokens, **kwargs):
-        q, k, v = (own(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2) for own in self.split())
+        maps = self.to_q, self.to_k, self.to_v
+        q, k, v = (own(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2) for own in maps)
         return self.to_out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-    def split(self):
-        return self.to_q, self.to_k, self.to_v
-
-
-class OtherOrder(InParts):
-    """The same, with values where others have queries."""
-
-    def split(self):
-        return self.to_k, self.to_v, self.to_q
 
 
 def test_other_classes():
@@ -220,27 +211,46 @@ def test_other_classes():
     model.blocks[1].attn = InParts(32, 2).double()
     report = init_as_convolution(model)
     assert len(report.layers) == 3 and max(head.total_variation for head in report.layers[1].heads) < 0.1
-    model.blocks[1].attn.to_out = None
-    with pytest.raises(ValueError, match='blocks.1.attn of a VisionTransformer is a InParts of .* the linear map proj'):
-        init_as_convolution(model)
+
+
+class Unknown(nn.Module):
+    """Attention whose parts have other names, the number of heads included."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.parts, self.all, self.last = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, tokens, **kwargs):
+        q, k, v = self.all(tokens).unflatten(2, (3, self.parts, -1)).permute(2, 0, 3, 1, 4)
+        return self.last(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize('method', ['gaussian', 'mimetic'])
+def test_attention_without_known_parts_is_not_left_out(method):
+    """It is seen to run, and refused, whatever it is called."""
+    model = small_vit()
+    model.blocks[1].attn = Unknown(32, 2).double()
+    with refused(model, 'blocks.1.attn of a VisionTransformer is a Unknown of .* the linear map proj'):
+        init_as_convolution(model, method=method)
 
 
 @pytest.mark.parametrize(
-    'build', [lambda: other_order(), lambda: small_vit('eva02_tiny_patch14_224', (4, 4), embed_dim=16)]
+    'parts', [('k_proj', 'q_proj', 'v_proj'), ('q_proj', 'v_proj', 'k_proj'), ('v_proj', 'k_proj', 'q_proj')]
 )
-def test_a_start_that_is_not_what_was_asked_for_is_undone(build):
-    """Of attention that computes with other maps than their names say, and of rotations by too few frequencies."""
-    model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match='attn cannot start .*: a head of it has the total variation 0.[5-9].* wanted'):
+def test_a_wrong_entry_in_the_table_is_found(parts, monkeypatch):
+    """The wrong way round: queries and keys, keys and values, queries and values."""
+    model = small_vit('eva02_tiny_patch14_224', (4, 4), embed_dim=128, qkv_fused=False)
+    monkeypatch.setattr(vision_transformer, 'MAPS', [parts])
+    with refused(model, 'cannot start as a convolution: a head of it has the total variation'):
         init_as_convolution(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    monkeypatch.undo()
+    init_as_convolution(model)
 
 
-def other_order():
-    model = small_vit()
-    model.blocks[1].attn = OtherOrder(32, 2).double()
-    return model
+def test_too_few_frequencies():
+    model = small_vit('eva02_tiny_patch14_224', (4, 4), embed_dim=16)
+    with refused(model, 'attn cannot start .*: a head of it has the total variation 0.[5-9].* wanted'):
+        init_as_convolution(model)
 
 
 def test_nothing_to_embed():

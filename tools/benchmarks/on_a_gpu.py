@@ -33,11 +33,14 @@ from torch import Tensor, nn
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / 'tools'))
+from reproduction.impulses import start_impulses  # noqa: E402
+
 DROP = dict(drop_rate=0.1, attn_drop_rate=0.1)  # C20, Table 2
 SHARES = {'tests': 0.22, 'benchmarks': 0.4, 'c20': 0.55, 'starts': 0.6, 'c20_more': 1.0}  # of the time that is left
 STARTS: Dict[str, Callable[[nn.Module], Any]] = {
     'as it comes': lambda model: None,
-    'impulse': lambda model: init_as_convolution(model, method='impulse'),
+    'impulse': start_impulses,
     'mimetic': lambda model: init_as_convolution(model, method='mimetic'),
     'Gaussian': init_as_convolution,
     'sine-cosine embedding': set_sine_cosine_embedding,

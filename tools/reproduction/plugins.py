@@ -12,7 +12,8 @@ from torch import nn
 from attncnn_plugin.mm.head_pruning import HeadPruningHook
 from attncnn_plugin.mm.initializers import ConvolutionalHeads, SineCosineEmbedding
 from attncnn_plugin.pruning import prunable_heads
-from attncnn_plugin.transformers.impulse_and_mimetic import EMBEDDING_DEVIATION
+
+from .impulses import EMBEDDING_DEVIATION, start_impulses
 
 if not torch.cuda.is_available():
     torch.backends.cuda.enable_flash_sdp(False)  # of the CPU too, in spite of its name
@@ -31,7 +32,7 @@ class ReleasedImpulse(ConvolutionalHeads):
     """Impulses as in the released code of Zheng et al. 2025: all biases, and the MLPs, are as PyTorch draws them."""
 
     def start(self, module: nn.Module) -> None:
-        super().start(module)
+        start_impulses(module, **self.options)
         for name, layer in module.named_modules():
             if isinstance(layer, nn.Linear):
                 weight = layer.weight.detach().clone()

@@ -188,7 +188,7 @@ TABLES: Dict[str, Table] = {
             'mimetic': Row('vit', begins_with('ConvolutionalHeads', method='mimetic')),
             'as it comes, 192': Row('vit', WIDE),
             'random embedding, 192': Row('vit', {**WIDE, **begins_with('RandomEmbedding')}),
-            'impulse, 192': Row('vit', {**WIDE, **begins_with('ReleasedImpulse', method='impulse')}),
+            'impulse, 192': Row('vit', {**WIDE, **begins_with('ReleasedImpulse')}),
             'Gaussian, 192': Row('vit_convolutional', WIDE),
         },
         gate=0.5,
