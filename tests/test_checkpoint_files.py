@@ -191,7 +191,7 @@ def test_a_command_with_models_of_timm(tmp_path, command):
     weights = small_timm('sa_quadratic_cifar').state_dict()
     torch.save(dict(state_dict=weights, meta=Payload(os.mkdir, str(victim))), path)
     sizes = [f'{name}={value}' for name, value in SMALL.items()]
-    options = ('--size', '4', '4', '--checkpoint', path, '--model-kwargs', *sizes)
+    options = ('--checkpoint', path, '--model-kwargs', *sizes)
     status, _, error = command('report', '--timm', 'sa_quadratic_cifar', *options)
     message = f'attncnn report: {path} was refused and nothing in it was run: it asks for posix.mkdir, '
     assert status == 2 and error.startswith(message) and not victim.exists()
