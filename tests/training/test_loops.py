@@ -756,6 +756,21 @@ def test_layers_are_checked_once(monkeypatch):
     assert len(found) == 2
 
 
+@pytest.mark.parametrize('bias_correction', [True, False])
+def test_a_duplicate_hands_on_its_values(bias_correction):
+    model = small_timm('sa_generalized_cifar', depth=1).eval()
+    with torch.no_grad():
+        for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
+            parameter[2] = parameter[0]
+    expected = model(IMAGES)
+    pruner = PruneHeads(batches=[(IMAGES, LABELS)], criteria=['duplicate'], bias_correction=bias_correction)
+    judged = pruner.judge(model)
+    assert judged == {'blocks.0.attn': [2]}
+    pruner.remove(model, judged)
+    assert model.blocks[0].attn.num_heads == 2
+    assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
+
+
 def test_models_without_logits():
     """The loss of a batch by default."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.LSTM(3, 2))  # which gives a pair
