@@ -111,7 +111,7 @@ def takes_duplicates(layer: Heads) -> bool:
 def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
     """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
 
-    The layer has to be one that :func:`takes_duplicates`: two matrices of narrower heads add up to one of 2·D_h channels.
+    The layer has to be one that :func:`takes_duplicates`: narrower heads would add up to one of 2·D_h channels.
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
