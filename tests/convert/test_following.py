@@ -123,7 +123,7 @@ def test_attention_converts_the_kernels_of_a_state_dict(kind):
     assert all(torch.equal(value, ours.state_dict()[name]) for name, value in again.state_dict().items())
 
 
-@pytest.mark.parametrize('kind', ['soft', 'table', 'gated', 'content table'])
+@pytest.mark.parametrize('kind', ['soft', 'table', 'gated', 'windowed'])
 def test_heads_that_were_removed(kind):
     theirs, x = attention(kind), images()
     prune_heads(theirs, {'stem': [0, 4]})
