@@ -175,12 +175,12 @@ def vit_init() -> Figure:
 
 def worth(table: str) -> Figure:
     """Accuracies of a table."""
-    return dot_plot(accuracies(json.loads((DOCS / f'tables/{table}.json').read_text())))
+    return dot_plot(json.loads((DOCS / f'tables/{table}.json').read_text()))
 
 
 def heads_removed() -> Figure:
     """Accuracies of the table on pruning by the number of heads that are removed: dots are seeds, lines their means."""
-    (found,) = accuracies(json.loads((DOCS / 'tables/pruning.json').read_text())).values()
+    found = accuracies(json.loads((DOCS / 'tables/pruning.json').read_text()))
     axes = Figure(figsize=(4.6, 2.7), layout='constrained').subplots()
     for how, color in (('by importance', style.COLORS[6]), ('at random', style.COLORS[1])):
         seeds = [found['all 24 heads'], *(found[f'{left} heads, {how}'] for left in (18, 12, 6))]

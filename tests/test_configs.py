@@ -17,14 +17,17 @@ from helpers.flops import paper_flops
 from helpers.images import write_images
 from helpers.schedules import rates, warm_up_and_cosine, weight_decays
 from helpers.small_configs import small_config
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
 from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, DefaultScope
 from mmengine.runner import Runner
 from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
+from mmpretrain.registry import DATASETS, TRANSFORMS
 from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
-from mmpretrain.registry import TRANSFORMS
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -203,6 +206,28 @@ def test_what_all_networks_on_cifar10_share(name):
     assert (crop.crop_size, crop.padding, crop.pad_val, crop.padding_mode) == ((32, 32), 4, 0, 'constant')
     assert (flip.prob, flip.direction) == (0.5, 'horizontal')
     assert sample_of(config)['inputs'].shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    'name, optimizer',
+    [('sa_quadratic_cifar10', 'SGD'), ('cmhsa_attn_cifar100', 'AdamW'), ('small/sa_quadratic', 'AdamW')],
+)
+def test_rates_in_the_guide(name, optimizer):
+    config, page = Config.fromfile(config_path(f'{name}.py')), CONFIGS.parent / 'docs/mmpretrain.md'
+    rate, batch = config.optim_wrapper.optimizer.lr, config.train_dataloader.batch_size
+    assert config.optim_wrapper.optimizer.type == optimizer and config.param_scheduler[0].type == 'LinearLR'
+    assert f'{optimizer} at {rate:g} for batches of {batch} ' in ' '.join(page.read_text().split())
+
+
+def test_a_folder_of_images_in_a_recipe_for_cifar(tmp_path):
+    """As the guide says: of a red image, red is the largest channel."""
+    (tmp_path / '0').mkdir()
+    Image.new('RGB', (32, 32), 'red').save(tmp_path / '0/red.png')
+    config = Config.fromfile(config_path('resnet18_cifar10.py'))
+    pipeline = [dict(type='LoadImageFromFile'), *config.test_pipeline]
+    dataset = DATASETS.build(dict(type='CustomDataset', data_root=str(tmp_path), pipeline=pipeline))
+    preprocessor = MODELS_OF_MMPRETRAIN.build(dict(config.data_preprocessor, type='ClsDataPreprocessor', to_rgb=True))
+    assert preprocessor(pseudo_collate([dataset[0]]))['inputs'].mean((0, 2, 3)).argmax() == 0
 
 
 def test_resnet18_of_the_paper():

@@ -5,9 +5,6 @@ mmpretrain_tool.py visualization/vis_scheduler.py configs/sa_quadratic_cifar10.p
 """
 
 import sys
-import warnings
-
-warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.mm.tools import run_mmpretrain_tool
 

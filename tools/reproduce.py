@@ -22,7 +22,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List, Set
+from typing import Callable, Dict, List
 
 import torch
 
@@ -37,7 +37,7 @@ from attncnn_plugin.commands import setting
 from attncnn_plugin.mm.tools import FOLDERS, one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
-from reproduction.configs import DATA, build, network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.configs import DATA, network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
 from reproduction.results import Run, write_json  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
@@ -105,12 +105,9 @@ def reproduce(args: argparse.Namespace) -> None:
         write_page(args.out, args.table, table, runs, args.data_name or args.data)
         print(f'{sentence}; {progress()}', flush=True)
 
-    void = void_rows(table, runs)
     if args.list:
         for run in wanted:
-            share = f', {run.share:.3f} of the attention at a shift' if table.gate and run.share is not None else ''
-            done = 'void' if run.label in void else 'done' if run.result else f'{run.epochs_done} epochs done'
-            print(f'{run}: {done}{share}')
+            print(f'{run}: {"done" if run.result else f"{run.epochs_done} epochs done"}')
         return print(progress())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the trainings too
     args.out.mkdir(parents=True, exist_ok=True)
@@ -119,10 +116,6 @@ def reproduce(args: argparse.Namespace) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(f'{args.out} is in use by another call, or by a training that one has left: wait') from None
-        for run in [run for run in wanted if run.label in void and run.result is None]:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            write_json(run.config_file, run.config.to_dict())
-            run.write(build(run.config), args.threads, None, 0.0, {}, {})
         left = [run for run in wanted if run.result is None]
         if left:
             check_images(left[0].config)
@@ -144,15 +137,6 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
                 config = partial(config_of, row, args)
                 runs[label, seed] = Run(folder, label, images, epochs, seed, start, config, table.corrupted)
     return list(runs.values())
-
-
-def void_rows(table: Table, runs: List[Run]) -> Set[str]:
-    """Returns the rows whose heads begin with less attention at their shifts than the table asks for, in the mean."""
-    shares: Dict[str, List[float]] = {}
-    for run in runs if table.gate else ():
-        if run.share is not None:
-            shares.setdefault(run.label, []).append(run.share)
-    return {label for label, own in shares.items() if sum(own) / len(own) < table.gate}
 
 
 def chosen(runs: List[Run], args: argparse.Namespace) -> List[Run]:
@@ -196,21 +180,9 @@ def check_images(config: Config) -> None:
         raise ValueError(f'the images cannot be used: {reason}') from error
 
 
-def how_far(runs: List[Run], first: int, seconds: float) -> str:
-    """Returns how many epochs of trainings are done, of which ``first`` were before, how fast, and the time left."""
-    done, total = sum(run.epochs_done for run in runs), sum(run.epochs for run in runs)
-    line, rate = f'{done:,} of {total:,} epochs are done', (done - first) / seconds
-    return f'{line}, {60 * rate:.3g} a minute, {(total - done) / rate / 60:.0f} minutes left' if rate else line
-
-
 def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[str], None]) -> None:
-    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out.
-
-    Meanwhile a line says how far they are: each second in a terminal, in the same place, and each minute elsewhere.
-    """
+    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out."""
     working: Dict[Run, subprocess.Popen] = {}
-    all_runs, start, is_terminal = list(runs), time.monotonic(), sys.stdout.isatty()
-    first, shown, clear = sum(run.epochs_done for run in runs), start, '\r\033[K' if is_terminal else ''
     try:
         while True:
             ready = [run for run in runs if run.start is None or run.start.result is not None]
@@ -220,10 +192,6 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
             if not working:
                 return
             time.sleep(0.2)
-            now = time.monotonic()
-            if now - shown >= (1 if is_terminal else 60):
-                shown = now
-                print(f'{clear}{how_far(all_runs, first, now - start)}', end='' if is_terminal else '\n', flush=True)
             for run in [run for run, process in working.items() if process.poll() is not None]:
                 try:
                     if working.pop(run).returncode:
@@ -231,7 +199,7 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
                     sentence = run.collect(threads)
                 except Exception as error:  # whatever is wrong with it, the other trainings go on
                     sentence = f'failed ({one_line(error)}), see {run.folder / "output.txt"}'
-                tell(f'{clear}{run}: {sentence}')
+                tell(f'{run}: {sentence}')
     finally:
         for process in working.values():
             process.terminate()

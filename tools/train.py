@@ -1,10 +1,6 @@
 #!/usr/bin/env python
 """mmpretrain's own tools/train.py with the plugin and its safe loading imported: --help lists its options."""
 
-import warnings
-
-warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
-
 from attncnn_plugin.mm.tools import run_mmpretrain_tool
 
 if __name__ == '__main__':

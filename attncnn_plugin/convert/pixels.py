@@ -204,8 +204,8 @@ class OwnConvolution:
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
         """Returns the convolution with a new kernel, and the largest error of an output for pixels of norm 1.
 
-        Its device, dtype, mode and ``requires_grad`` are those of the layer. There is an error where it computes its
-        weights, and those that it has, from when it became attention, give another kernel.
+        Its device, dtype, mode and ``requires_grad`` are those of the layer. A class that computes its weights, such as
+        standardized ones, still has those of the conversion: the error is how far their kernel is from the new one.
         """
         like, new = kernel.weight, {id(self.conv.weight): kernel.weight, id(self.conv.bias): kernel.bias}
 

@@ -27,6 +27,7 @@ class _Sizes(ast.NodeTransformer):
 
     def __init__(self, cls: type, built: int, namespace: Dict[str, Any]) -> None:
         self.cls, self.built, self.namespace = cls, built, namespace
+        self.called: Dict[str, Any] = {}  # rewritten, by name
         self.found = False
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -61,7 +62,7 @@ class _Sizes(ast.NodeTransformer):
         if not inspect.isfunction(function) or function.__module__ != self.cls.__module__:
             return False
         with contextlib.suppress(TypeError):
-            self.namespace[name] = rewritten(function, self.cls, self.built)
+            self.called[name] = rewritten(function, self.cls, self.built)
             self.found = True
             return True
         return False
@@ -77,13 +78,17 @@ def rewritten(function: Callable[..., Any], cls: type, built: int) -> Callable[.
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError) as error:
         raise TypeError(f'{function.__qualname__} has no source') from error
-    namespace = dict(function.__globals__)
-    sizes = _Sizes(cls, built, namespace)
-    tree = ast.fix_missing_locations(sizes.visit(tree))
+    sizes = _Sizes(cls, built, function.__globals__)
+    tree = sizes.visit(tree)
     if function.__closure__ or not sizes.found:
         raise TypeError(f'{function.__qualname__} has no size that depends on heads, or is a closure')
-    exec(compile(tree, inspect.getfile(function), 'exec'), namespace)
-    return namespace[function.__name__]
+    outer: Any = ast.parse('def outer(): pass')  # whose arguments are what is rewritten; all else stays in its module
+    outer.body[0].args.args = [ast.arg(name) for name in sizes.called]
+    outer.body[0].body = [*tree.body, ast.Return(ast.Name(function.__name__, ast.Load()))]
+    made: Dict[str, Any] = {}
+    code = compile(ast.fix_missing_locations(outer), inspect.getfile(function), 'exec')
+    exec(code, function.__globals__, made)
+    return made['outer'](*sizes.called.values())
 
 
 _cached = functools.cache(rewritten)

@@ -5,6 +5,7 @@ sizes follow, so that a state dict carries all that another model needs to take 
 reads it, as it stands in the error of a loading that does not.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -21,6 +22,9 @@ NOTE = 'attncnn_plugin'  # in configurations of Hugging Face transformers
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
 OWN, TOKENS, VIEWS = 1, 2, 4
 WAYS = 0, OWN, OWN | TOKENS, VIEWS, VIEWS | OWN, VIEWS | OWN | TOKENS
+NUMBER = re.compile(r'(?:^|_)(?:n|num)?_?heads?(?:_?(?:q|k|v|kv|query|key|value))?$')
+# In the names of attributes that are no width, but may be the same number.
+NO_WIDTH = re.compile('window|len|time|point|patch|kernel|grid|image|img|vocab|block|layer|depth|seed|max')
 # Sizes of a token, whose number can be that of all heads.
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
 OF_KEYS = 'kv', 'key_value'  # in the name of a number of heads: that of the keys, which heads may share
@@ -75,7 +79,8 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
             if value % before == 0 and value // before in of_one:  # of all heads, beside that of one
                 widths.setdefault(value, value // before * after)
             is_of_one = key in counts or 'head' in key and 'all' not in key
-            if way & OWN and not is_of_one and value in widths and (way & TOKENS or key not in OF_TOKENS):
+            is_width = value in widths and not NO_WIDTH.search(key)
+            if way & OWN and not is_of_one and is_width and (way & TOKENS or key not in OF_TOKENS):
                 setattr(own, key, widths[value])
         owners.append(own)
         views += bool(way & VIEWS and _rewrite(own, built))
@@ -98,9 +103,8 @@ def compute_anew(module: nn.Module) -> None:
 
 
 def is_number_of_heads(key: str, value: Any) -> bool:
-    """Says whether an attribute is a number of heads, by its name."""
-    is_size = any(size in key for size in ('dim', 'size', 'width', 'channel', 'group'))
-    return type(value) is int and 'head' in key and not is_size
+    """Says whether an attribute is a number of heads, by its name, such as ``num_kv_heads`` or ``nhead``."""
+    return type(value) is int and NUMBER.search(key) is not None
 
 
 def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
@@ -179,9 +183,9 @@ class FewerHeads:
         before = shapes_of(module)
         changed = {name: size for name, size in self.shapes.items() if size != before[name]}
         widths = {was: own for name, size in changed.items() for was, own in zip(before[name], size) if was != own}
-        for name, size in before.items():  # a buffer that state dicts leave out is as wide as its heads
-            if name not in self.shapes and len(size) == 1 and size[0] in widths:
-                changed[name] = torch.Size([widths[size[0]]])
+        for name, own in module.named_buffers():  # one that state dicts leave out is as wide as its heads
+            if name not in self.shapes and own.ndim == 1 and len(own) in widths and own.is_floating_point():
+                changed[name] = torch.Size([widths[len(own)]])
         for name, size in changed.items():
             resize(module, name, size)
         after = shapes_of(module)

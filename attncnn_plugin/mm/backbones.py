@@ -36,7 +36,6 @@ class GridBackbone:
     through its ``featmap``, the target layer for class activation maps, as ``(B, D, H, W)``.
     """
 
-    OUT_TYPES = 'featmap', 'avg_featmap'
     passed_on: Tuple[str, ...]  # arguments that the network has by the same names
 
     def _build(self, size, options, **network):
@@ -56,7 +55,7 @@ class GridBackbone:
         self.out_indices = self._resolve_out_indices(out_indices)
         self.grad_checkpointing = with_cp
 
-        check_choice('out_type', out_type, self.OUT_TYPES)
+        check_choice('out_type', out_type, ('featmap', 'avg_featmap'))
         self.out_type = out_type
         self.register_load_state_dict_post_hook(record_new_parameters)
 

@@ -38,8 +38,8 @@ class ConvToAttention(Restructurable):
             generator (torch.Generator, optional): Of the CPU; draws W^K, where there is attention by content.
 
         Raises:
-            ValueError: There is no convolution any more, or a layer that cannot be replaced, for instance because of a
-                hook.
+            TypeError: There is no convolution any more.
+            ValueError: A layer cannot be replaced, for instance because of a hook.
         """
         settings = {name: value for name, value in self.conversion.items() if name != 'backbone'}
         return convs_to_attention(self, **{**settings, 'layers': self._convolutions()}, generator=generator)

@@ -95,4 +95,4 @@ class HeadPruningHook(ChangingHook):
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)
         wrap_again(runner, compile=True)
         sizes = f'{before:,} parameters became {number_of_parameters(model):,}'
-        runner.logger.info(f'Removed heads {judged}: {sizes}')
+        runner.logger.info(f'Removed heads {dict(judged)}: {sizes}')

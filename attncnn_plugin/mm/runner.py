@@ -109,10 +109,7 @@ def refresh_averages(runner: Runner) -> None:
 
 def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> Optional[Change]:
     """Brings the model of a run, and its averages, to the structure of a checkpoint; returns what changed."""
-    state_dict = checkpoint.get('state_dict', checkpoint)
-    if not isinstance(state_dict, Mapping):
-        return None  # the loading says so
-    state_dict = without_prefix(state_dict, 'module.')  # as mmengine does
+    state_dict = without_prefix(checkpoint.get('state_dict', checkpoint), 'module.')  # as mmengine does
     change = follow_state_dict(unwrapped(runner.model), state_dict, strict=False)
     for averaged in averaged_models(runner):
         follow_state_dict(unwrapped(averaged.module), state_dict, strict=False)

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any, Optional
 from urllib.error import URLError
@@ -50,9 +51,8 @@ def run_mmpretrain_tool(name: str) -> None:
         sys.exit(problem)
     from . import safe_loading  # noqa: F401
 
+    warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated')  # as the tool imports the rest
     tools = Path(mmpretrain.__file__).parent / '.mim' / 'tools'
-    if not (tools / name).is_file():
-        sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
     if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':  # mmengine would select a GPU first, and fail
         torch.distributed.init_process_group('gloo')
     sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]

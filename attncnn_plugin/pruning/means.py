@@ -6,6 +6,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..attention.images import ImageAttention
+from ..attention.tokens import GridAttention
 from ..heads.found import Heads
 from ..heads.seen import AnyAttention, known_heads, watching_outputs
 
@@ -98,3 +100,31 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Sequence[Tensor]) -
     of_heads = [weight[..., layer.output_entries([head])] for head in heads]
     added = [own @ mean[head].to(own).view(len(own), -1, 1) for head, own in zip(heads, of_heads)]
     output.bias.add_(sum(added).flatten().to(output.bias))
+
+
+def takes_duplicates(layer: Heads) -> bool:
+    """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
+    return isinstance(layer.layer, (ImageAttention, GridAttention))
+
+
+@torch.no_grad()
+def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
+    """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
+
+    The layer has to be one that :func:`takes_duplicates`: two matrices of narrower heads add up to one of 2·D_h channels.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> from attncnn_plugin.pruning import prunable_heads, prune_heads
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> for parameter in layer.encoding.parameters():
+        ...     parameter.data[2] = parameter.data[0]
+        >>> image = torch.randn(1, 5, 6, 8)
+        >>> expected = layer(image)
+        >>> merge_duplicate(prunable_heads(layer)[''], head=2, kept=0)
+        >>> change = prune_heads(layer, {'': [2]})
+        >>> torch.allclose(layer(image), expected, atol=1e-5)
+        True
+    """
+    weight: Any = layer.output.weight
+    weight[:, layer.output_entries([kept])] += weight[:, layer.output_entries([head])]

@@ -1,14 +1,16 @@
 """Heads removed from any model, with a proof: what is left computes what the model did with their outputs at zero."""
 
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..attention.evaluation_mode import evaluating
+from ..attention.precision import full_precision
 from ..change import (
     Change,
     LayerChange,
@@ -37,6 +39,7 @@ from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
 Computed = Dict[str, List[Tensor]]
+HALVES = torch.float16, torch.bfloat16
 
 
 def prunable_heads(model: nn.Module, inputs: Any = None, call: Call = None) -> Dict[str, Heads]:
@@ -126,6 +129,52 @@ def prune_heads(
         1
     """
     check_not_distributed(model)
+    with in_float32(model) as is_half:
+        return _pruned(model, heads, as_float32(inputs) if is_half else inputs, call)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[bool]:
+    """Has the weights of a model of half precision in float32 inside; yields whether it is one.
+
+    Rounding errors of half precision would hide what is wrong, such as another scale of the scores.
+    """
+    halves = {name: own for name, own in _tensors(model).items() if own.dtype in HALVES}
+    dtypes = {name: own.dtype for name, own in halves.items()}
+    for own in halves.values():
+        _cast(own, torch.float32)
+    try:
+        yield bool(halves)
+    finally:
+        new = _tensors(model)
+        for name, dtype in dtypes.items():
+            for own in {halves[name], new[name]}:
+                _cast(own, dtype)
+
+
+def _tensors(model: nn.Module) -> Dict[str, Tensor]:
+    """Returns the parameters and buffers of a model, by name."""
+    return {name: own for name, own in (*model.named_parameters(), *model.named_buffers()) if is_plain(own)}
+
+
+@torch.no_grad()
+def _cast(own: Tensor, dtype: torch.dtype) -> None:
+    """Casts the values and the gradient of a tensor, which stays the same object."""
+    gradient, own.grad = own.grad, None
+    own.data = own.data.to(dtype)
+    own.grad = None if gradient is None else gradient.to(dtype)
+
+
+def as_float32(inputs: Any) -> Any:
+    """Casts the tensors of half precision among inputs to float32."""
+    if isinstance(inputs, Tensor):
+        return inputs.float() if inputs.dtype in HALVES else inputs
+    if isinstance(inputs, Mapping):
+        return {name: as_float32(own) for name, own in inputs.items()}
+    return [as_float32(own) for own in inputs] if isinstance(inputs, (list, tuple)) else inputs
+
+
+def _pruned(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], inputs: Any, call: Call) -> Change:
     layers, run = own_heads(model), None
     with suppress(ValueError) if layers and inputs is None else nullcontext():  # what the model takes may be unknown
         run = example_run(model, inputs, call)
@@ -239,12 +288,24 @@ def _cut_and_compare(
             return replaced
         except Exception as error:  # whatever a forward pass raises for sizes that do not fit
             failed.append(f'{type(error).__name__}: {error}')
-    names = ', '.join(gone)
+    module = model.get_submodule(next(iter(gone)))
+    why = {_hint(layers[name], heads, homes[name]) or '; '.join(dict.fromkeys(failed)) for name, heads in gone.items()}
     raise TypeError(
-        f'heads of {names} cannot be removed: a {type(model.get_submodule(next(iter(gone)))).__name__} cannot run with '
-        f'fewer, or computes something else ({"; ".join(dict.fromkeys(failed))}). Heads that a map mixes, such as '
-        'talking heads, can only be hidden: use masked_heads'
+        f'heads of {", ".join(gone)} cannot be removed: a {type(module).__name__} cannot run with fewer, or computes '
+        f'something else ({"; ".join(why)}). Heads that a map mixes, such as talking heads, can only be hidden: use '
+        'masked_heads'
     )
+
+
+def _hint(layer: Heads, gone: Sequence[int], home: nn.Module) -> str:
+    """Says in words what is known to stand in the way of a layer without some heads."""
+    for name, (_, owners) in layer.owners.items():
+        for group in owners[owners.sum(1) > 1].unique(dim=0):
+            shared = group.nonzero().flatten().tolist()
+            if len(shared) < layer.num_heads and 0 < len({*shared} & {*gone}) < len(shared):
+                return f'heads {shared} share entries of {name}: remove all of them or none'
+    computed = [name for name, own in home.named_modules() if own._forward_pre_hooks or is_parametrized(own)]
+    return f'something computes the weights of {computed[0]} as it runs: remove it first' if computed else ''
 
 
 def computed(
@@ -271,7 +332,8 @@ def computed(
     def note(key: str, output: Any) -> None:
         found.setdefault(key, []).extend(islice(floats_in(output), 1))
 
-    with evaluating(model), same_numbers(), torch.no_grad(), ExitStack() as stack:
+    device = next(model.parameters()).device.type
+    with evaluating(model), same_numbers(), torch.no_grad(), full_precision(device), ExitStack() as stack:
         for name in gone:
             home = model.get_submodule(layers[name].home)
             hook = lambda module, args, output, name=name: note(f'the output of {name}', output)  # noqa: E731

@@ -28,7 +28,7 @@ from ..pruning import (
 from ..pruning.criteria import DegeneracyReport, DegenerateHead, rules_of
 from ..pruning.degenerate import heads_to_remove, measures_of, observed_attention, report_of
 from ..pruning.importance import Loss, check_amount, counting, normalized
-from ..pruning.means import fold_into_bias, head_means
+from ..pruning.means import fold_into_bias, head_means, merge_duplicate, takes_duplicates
 from ..pruning.prune import check_prunable, example_run
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
 
@@ -64,7 +64,8 @@ class PruneHeads:
         layers (str | Iterable[str] | callable, optional): The layers to judge, as of
             :func:`attncnn_plugin.attention_maps`. Defaults to ``'*'``.
         bias_correction (bool): Whether the mean output of a removed head is added to the bias of its layer, if that
-            has one. Defaults to True.
+            has one, and a duplicate's values to those of the head that it repeats, if they are as wide as a token.
+            Defaults to True.
 
     Raises:
         ValueError: ``epoch`` has no epochs; neither criteria nor one of ``keep``, ``threshold`` and ``multiply_adds``
@@ -150,7 +151,7 @@ class PruneHeads:
         """Removes heads, if this is one of the epochs; call it at the beginning of each.
 
         Not when a training resumes in the middle of an epoch whose heads have gone. The arguments are those of
-        :meth:`TwoPhases.on_epoch_begin <attncnn_plugin.training.TwoPhases.on_epoch_begin>`.
+        :meth:`attncnn_plugin.training.TwoPhases.on_epoch_begin`.
 
         Returns:
             JudgedHeads | None: What was found; None at other epochs, and where nothing was.
@@ -260,8 +261,12 @@ class PruneHeads:
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
             for of_model, (name, heads) in itertools.product(layers, judged.items() if self.bias_correction else ()):
-                if getattr(of_model[name].output, 'bias', None) is not None:
-                    fold_into_bias(of_model[name], heads, judged.means[name].mean)
+                layer, same = of_model[name], {own.head: own.duplicate_of for own in judged.reports[name].found}
+                merged = [head for head in heads if same[head] not in (None, *heads) and takes_duplicates(layer)]
+                for head in merged:
+                    merge_duplicate(layer, head, same[head])
+                if getattr(layer.output, 'bias', None) is not None:
+                    fold_into_bias(layer, [head for head in heads if head not in merged], judged.means[name].mean)
             changes = [prune_heads(own, judged, *example, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)

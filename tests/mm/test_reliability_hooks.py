@@ -127,6 +127,15 @@ def test_what_a_checkpoint_to_resume_from_must_have(lost, changes, said, reposit
     os.remove(path)
 
 
+def test_a_command_with_load_from_is_repeated(repository, tmp_path, whole):
+    """The error names the last checkpoint of the run, not the weights that it began with."""
+    last, start = shutil.copy(f'{whole[0]}/epoch_2.pth', tmp_path), tmp_path / 'start/weights.pth'
+    start.parent.mkdir()
+    torch.save(dict(state_dict=torch.load(last)['state_dict']), start)
+    with pytest.raises(ValueError, match=f'{start} has no .*which a run needs to resume: resume from {last}, or'):
+        build(repository, tmp_path, resume=True, load_from=str(start)).call_hook('before_run')
+
+
 def test_a_checkpoint_of_another_model(repository, tmp_path):
     torch.save(dict(weight=torch.zeros(2)), tmp_path / 'weights.pth')
     load_from = dict(load_from=str(tmp_path / 'weights.pth'))

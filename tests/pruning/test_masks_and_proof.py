@@ -1,10 +1,12 @@
 """Heads that a mask hides and that are removed: the same function and gradients, in any mode; and all or nothing."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from helpers.small import numbers, small_model, trained_like
+from helpers.versions import hugging_face_library
 from helpers.vits import SIZE, output_map, output_of, small_vit
 from torch import nn
 
@@ -351,3 +353,115 @@ def test_a_failed_comparison(layer, inputs):
         prune_heads(model, {'0': [1]}, inputs)
     assert all(a is b for a, b in zip(everything(model)[0], before[0])) and torch.equal(model(inputs), expected)
     assert numbers(model) in ([], [3])
+
+
+SCALE = 1.0
+
+
+class OneMap(nn.Module):
+    """Attention of four heads of 8 channels, whose settings are numbers of heads or widths by chance."""
+
+    def __init__(self, shape='inner', windows=32, look_ahead=4, scale='fixed'):
+        super().__init__()
+        self.num_heads, self.inner, self.window, self.look_ahead, self.scale = 4, 32, windows, look_ahead, scale
+        self.shape, self.qkv, self.proj = shape, nn.Linear(32, 96), nn.Linear(32, 32)
+        self.register_buffer('index', torch.arange(32).flip(0), persistent=False)
+
+    def forward(self, x):
+        if self.shape == 'inner':
+            qkv = [own.unflatten(2, (self.num_heads, 8)).transpose(1, 2) for own in self.qkv(x).split(self.inner, 2)]
+        else:
+            qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, 8).permute(2, 0, 3, 1, 4)
+        scale = (x.shape[-1] // self.num_heads) ** -0.5 if self.scale == 'of heads' else SCALE
+        number = torch.arange(x.shape[1])
+        distance = number[:, None] - number
+        sees = (distance < self.window) & (-distance <= self.look_ahead) & (self.index[number % 32] >= 0)
+        heads = (qkv[0] @ qkv[1].mT * scale).masked_fill(~sees, -torch.inf).softmax(-1) @ qkv[2]
+        return self.proj(heads.transpose(1, 2).reshape(*x.shape[:2], self.inner if self.shape == 'inner' else -1))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('settings', [{}, dict(shape='fused'), dict(scale='of heads')])
+def test_inputs_of_other_sizes_than_the_example(settings, dtype):
+    """The example is too short to show a window; and half precision hides another scale of the scores."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OneMap(**settings))
+    trained_like(model)
+    model, whole = model.to(dtype), copy.deepcopy(model)
+    example, longer = torch.randn(2, 4, 32, dtype=dtype), torch.randn(2, 50, 32)
+    model.float().to(dtype)[0].qkv.weight.grad = torch.ones(96, 32, dtype=dtype)
+    change = prune_heads(model, {'0': [1]}, example)
+    assert change.difference < 1e-6 and {own.dtype for own in model.parameters()} == {dtype}
+    assert model[0].qkv.weight.grad.dtype == dtype and {own.dtype for own in change.replaced} == {dtype}
+    whole = whole.to(dtype).float()
+    with masked_heads(whole, {'0': [1]}):
+        expected = whole(longer)
+    torch.testing.assert_close(copy.deepcopy(model).float()(longer), expected, rtol=1e-4, atol=1e-4)
+    fresh = nn.Sequential(OneMap(**settings)).to(dtype)
+    follow_state_dict(fresh, model.state_dict())
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(longer.to(dtype)), model(longer.to(dtype)))
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_is_left_as_it_was(dtype):
+    """Where heads cannot be removed, every bit and every object is."""
+    torch.manual_seed(0)
+    model, calls = small_vit(VIT).to(dtype), []
+    before, state = [*model.parameters()], copy.deepcopy(model.state_dict())
+
+    def call(model, batch):
+        calls.append(batch['images'][0].dtype)
+        if len(calls) > 5:  # the pruned model
+            raise RuntimeError('no more')
+        return model(batch['images'][0])
+
+    with pytest.raises((RuntimeError, TypeError), match='no more'):
+        prune_heads(model, {0: [1]}, dict(images=[IMAGES.to(dtype)], names=['a']), call=call)
+    assert all(one is other for one, other in zip(model.parameters(), before)) and set(calls) == {torch.float32}
+    assert all(torch.equal(own, state[name]) for name, own in model.state_dict().items())
+    assert all(own.dtype == state[name].dtype for name, own in model.state_dict().items())
+
+
+def test_a_rewritten_forward_sees_its_module(monkeypatch):
+    model, x = nn.Sequential(OneMap(scale='of heads')), TOKENS.float().repeat(1, 1, 3)[..., :32]
+    prune_heads(model, {'0': [1]}, x)
+    assert 'forward' in vars(model[0])
+    before, model[0].scale = model(x), 'fixed'
+    monkeypatch.setattr(sys.modules[__name__], 'SCALE', 5.0)
+    five = model(x)
+    monkeypatch.setattr(sys.modules[__name__], 'SCALE', 8**-0.5)
+    assert torch.equal(model(x), before) and not torch.equal(five, before)
+
+
+def normed():
+    model = OneMap()
+    torch.nn.utils.parametrizations.spectral_norm(model.proj)
+    return model
+
+
+def shared_keys():
+    transformers = hugging_face_library()
+    settings = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+    return transformers.LlamaModel(transformers.LlamaConfig(**settings, intermediate_size=8, vocab_size=9))
+
+
+@pytest.mark.parametrize(
+    ('build', 'inputs', 'heads', 'message'),
+    [
+        (
+            shared_keys,
+            dict(input_ids=torch.arange(5)[None]),
+            {0: [1]},
+            r'heads \[0, 1\] share entries of .*: remove all',
+        ),
+        (normed, TOKENS.repeat(1, 1, 3)[..., :32], {'': [0]}, 'computes the weights of proj'),
+    ],
+)
+def test_what_stands_in_the_way(build, inputs, heads, message):
+    torch.manual_seed(0)
+    model = build().eval()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match=message):
+        prune_heads(model, heads, inputs)
+    assert all(torch.equal(own, state[name]) for name, own in model.state_dict().items())

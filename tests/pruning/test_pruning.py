@@ -33,7 +33,7 @@ from attncnn_plugin.pruning import (
     prune_heads,
     replace_parameters,
 )
-from attncnn_plugin.pruning.means import fold_into_bias, head_means
+from attncnn_plugin.pruning.means import fold_into_bias, head_means, merge_duplicate
 from attncnn_plugin.training import PruneHeads
 
 
@@ -448,7 +448,7 @@ def test_a_state_dict_without_some_of_the_parameters():
 @pytest.mark.parametrize('groups', [1, 2, 4])
 @pytest.mark.parametrize('stride', [1, 2])
 def test_heads_in_the_place_of_a_convolution(groups, stride):
-    """A uniform head becomes a bias, and the function stays; a duplicate is found."""
+    """A uniform head becomes a bias, a duplicate goes to the head that it repeats, and the function stays."""
     conv = nn.Conv2d(4, 8, 3, padding=1, stride=stride, groups=groups, padding_mode='circular')
     layer, _ = conv_to_mhsa(conv.double(), alpha=6)
     with torch.no_grad():
@@ -463,8 +463,10 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     one = images[:1]  # a uniform head has the mean of its image
     with head_means(layer) as of_one:
         expected = layer(one)
-    fold_into_bias(prunable_heads(layer)[''], [1], of_one[''].mean)
-    prune_heads(layer, {'': [1]})
+    heads = prunable_heads(layer)['']
+    fold_into_bias(heads, [1], of_one[''].mean)
+    merge_duplicate(heads, 2, 0)
+    prune_heads(layer, {'': [1, 2]})
     assert torch.allclose(layer(one), expected, atol=1e-12)
 
 

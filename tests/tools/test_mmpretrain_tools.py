@@ -164,5 +164,5 @@ def test_get_flops(name, call, folder, capsys):
 
 
 def test_no_such_tool(call):
-    with pytest.raises(SystemExit, match='get_flop.py is no tool of mmpretrain, which are in .*tools'):
+    with pytest.raises(SystemExit, match='No such file or directory: .*tools/analysis_tools/get_flop.py'):
         call('analysis_tools/get_flop.py')

@@ -317,24 +317,6 @@ def weights_of(path):
     return torch.load(path, weights_only=True)['state_dict']
 
 
-def test_a_void_row(tool, tmp_path, monkeypatch):
-    """Heads with less attention at their shifts than the table asks for, in the mean of the seeds, are not trained."""
-    monkeypatch.setattr(results_module, 'share_at_shift', lambda config: {0: 0.25}.get(config.randomness.seed, 0.7))
-    rows = {'first': TABLE.rows['first']}
-    monkeypatch.setitem(TABLES, 'small', dataclasses.replace(TABLE, rows=rows, gate=0.5))
-    begun, output, status = tool('--list')
-    assert 'seed 0: void, 0.250 of the attention at a shift' in output and not list(tmp_path.iterdir())
-    assert tool('--seeds', 0)[::2] == ([], 0)
-    begun, output, status = tool()
-    assert not begun and '2 of 2 trainings are done' in output and status == 0
-    text, rows = page_of(tmp_path)
-    assert rows['first'][2:] == ['void', '', '2', '0.475 (0.250 to 0.700)'] and 'less than half is void' in text
-    assert [result['share'] for result in json.loads((tmp_path / 'small.json').read_text())] == [0.25, 0.7]
-    shutil.rmtree(tmp_path / 'runs')
-    monkeypatch.setitem(TABLES, 'small', dataclasses.replace(TABLE, gate=0.4))
-    assert len(tool('--models', 'first')[0]) == 2
-
-
 def test_which_tables_there_are(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['reproduce.py', '--list'])
     reproduce.main()
@@ -442,7 +424,7 @@ def test_trainings_that_fail(tool, tmp_path, monkeypatch):
         (['--cfg-options', 'train_dataloader.batch_size=all'], '^first, 40 images, epochs: 3, seed 0: TypeError'),
         (['--test-images', 0], 'the images cannot be used: ValueError: num_images=0 of BalancedSubset must be'),
         (
-            ['--cfg-options', 'val_dataloader.dataset.pipeline.0.scale=28'],
+            ['--cfg-options', 'val_dataloader.dataset.dataset.pipeline.0.scale=28'],
             r'the images cannot be used: ValueError: they have the shape \(3, 28, 28\), but the networks are for',
         ),
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
@@ -502,29 +484,6 @@ def test_a_folder_in_use(tool, tmp_path):
         begun, _, status = tool()
         assert not begun and 'is in use by another call, or by a training that one has left' in status
     assert tool('--models', 'first', '--seeds', 0)[2] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('is_terminal', [True, False])
-def test_a_sign_of_life(is_terminal, monkeypatch, capsys):
-    """In a terminal one line that changes; elsewhere a line a minute, and this takes two seconds."""
-
-    class Training:
-        start, epochs, epochs_done = None, 20, 1
-
-        def begin(self, threads, lock):
-            self.epochs_done = 5
-            return subprocess.Popen(['sleep', '2'])
-
-        collect = __str__ = lambda self, threads=0: 'a run' if threads == 0 else 'fine'
-
-    assert reproduce.how_far([Training(), Training()], 0, 60) == '2 of 40 epochs are done, 2 a minute, 19 minutes left'
-    assert reproduce.how_far([Training()], 1, 60) == '1 of 20 epochs are done'
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: is_terminal)
-    reproduce.train([Training()], 1, 1, 0, print)
-    said = capsys.readouterr().out
-    assert ('\r\033[K5 of 20 epochs are done, ' in said) == is_terminal
-    assert said.endswith('\r\033[Ka run: fine\n' if is_terminal else 'a run: fine\n')
 
 
 @pytest.mark.slow

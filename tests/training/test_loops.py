@@ -659,7 +659,7 @@ def judge_on_a_rank(rank, half, folder):
     }
     judged = judged_by(batches)
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
-    return judged, found, torch.cat(judged.means['blocks.0.attn'].mean)
+    return dict(judged), found, torch.cat(judged.means['blocks.0.attn'].mean)
 
 
 def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
@@ -693,7 +693,7 @@ def test_any_score_of_heads(by):
     if by is last_first:
         assert judged == {'blocks.0.attn': [1, 2], 'blocks.1.attn': [2]}
         only = PruneHeads(batches=batches, by=by, threshold=0, layers=['blocks.1.*']).judge(model)
-        assert only.heads == {'blocks.1.attn': [2]} and only.reports['blocks.1.attn'].found[0].value == -1
+        assert only == {'blocks.1.attn': [2]} and only.reports['blocks.1.attn'].found[0].value == -1
 
 
 @pytest.mark.parametrize(
@@ -754,6 +754,21 @@ def test_layers_are_checked_once(monkeypatch):
     model.blocks[1].attn = copy.deepcopy(model.blocks[1].attn)
     pruner.on_epoch_begin(model, [], 3)
     assert len(found) == 2
+
+
+@pytest.mark.parametrize('bias_correction', [True, False])
+def test_a_duplicate_hands_on_its_values(bias_correction):
+    model = small_timm('sa_generalized_cifar', depth=1).eval()
+    with torch.no_grad():
+        for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
+            parameter[2] = parameter[0]
+    expected = model(IMAGES)
+    pruner = PruneHeads(batches=[(IMAGES, LABELS)], criteria=['duplicate'], bias_correction=bias_correction)
+    judged = pruner.judge(model)
+    assert judged == {'blocks.0.attn': [2]}
+    pruner.remove(model, judged)
+    assert model.blocks[0].attn.num_heads == 2
+    assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
 
 
 def test_models_without_logits():

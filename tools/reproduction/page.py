@@ -20,7 +20,7 @@ EXTRAS: Dict[str, Tuple[str, str, str]] = {
         'attention at a shift',
         '.3f',
         'Attention at a shift is what heads that begin with one give it in the first block before training, the mean '
-        f'over the heads and {IMAGES} images. A row with less than half is void and not trained.',
+        f'over the heads and {IMAGES} images.',
     ),
     'corrupted': (
         'top-1 of corrupted images, %',
@@ -50,10 +50,10 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     missing = [f'- {run}' for run in runs if run.result is None]
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
-    if accuracies(results):
+    if results:
         picture = io.BytesIO()
         with settings():  # the same figure is the same file
-            dot_plot(accuracies(results)).savefig(picture, format='svg', metadata=dict(Date=None))
+            dot_plot(results).savefig(picture, format='svg', metadata=dict(Date=None))
         AtomicBackend().put(picture.getvalue(), folder / f'{name}.svg')
         lines += ['', f'![Accuracy by network: a dot for each seed, a bar for the mean]({name}.svg)']
     AtomicBackend().put('\n'.join([*lines, '']).encode(), folder / f'{name}.md')
@@ -100,10 +100,8 @@ def _cells(runs: Sequence[Run], extras: Sequence[str]) -> List[str]:
     results = [run.result for run in runs if run.result is not None]
     cells = [_mean_and_range([result[key] for result in results], ',.0f') for key in ('parameters', 'multiply_adds')]
     part = f', {len(results)} of {len(runs)} seeds' if 0 < len(results) < len(runs) else ''
-    trained = [result for result in results if result['top1'] is not None]
-    void = len(trained) < len(results)
-    cells.append('void' if void else _mean_and_range([result['top1'] for result in trained], '.1f') + part)
-    cells.append('' if void else _mean_and_range([result['seconds'] / 60 for result in trained], '.1f'))
+    cells.append(_mean_and_range([result['top1'] for result in results], '.1f') + part)
+    cells.append(_mean_and_range([result['seconds'] / 60 for result in results], '.1f'))
     cells.append(str(len(runs)))
     for key in extras:
         values = [np.mean(_numbers(result[key])) for result in results if key in result]
@@ -122,31 +120,28 @@ def _mean_and_range(values: Sequence[float], form: str) -> str:
     return mean if len(set(values)) == 1 else f'{mean} ({low} to {high})'
 
 
-def accuracies(results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
-    """Returns the accuracies of the seeds by row, under the number of images, for :func:`dot_plot`."""
-    trained = [result for result in results if result['top1'] is not None]
+def accuracies(results: Sequence[dict]) -> Dict[str, List[float]]:
+    """Returns the accuracies of the seeds by row."""
     found: Dict[str, List[float]] = {}
-    for result in trained:
+    for result in results:
         found.setdefault(result['label'], []).append(result['top1'])
-    numbers = sorted({result['images'] for result in trained}, reverse=True)
-    return {f'{" and ".join(f"{number:,}" for number in numbers)} images': found} if found else {}
+    return found
 
 
-def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Draws accuracies in per cent: a panel for each title, a line for each row, a dot a seed, a bar at the mean."""
-    rows = list(dict.fromkeys(label for values in panels.values() for label in values))
-    size = 0.075 * max(map(len, rows)) + 2.3 * len(panels) + 0.4, 0.23 * len(rows) + 0.75
-    figure = Figure(figsize=size, layout='constrained')
-    for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False).flat, panels.items()):
-        for line, label in enumerate(rows):
-            seeds = values.get(label, ())
-            axes.plot(seeds, [line] * len(seeds), 'o', color=COLORS[6], alpha=0.75, markersize=4.5, markeredgewidth=0)
-            if len(seeds) > 1:
-                axes.plot(np.mean(seeds), line, '|', color=COLORS[1], markersize=11, markeredgewidth=1.8)
-        axes.set(title=title, xlabel='accuracy, %', ylim=(len(rows) - 0.4, -0.6))
-        axes.set_yticks(range(len(rows)), rows)
-        axes.margins(x=0.08)
-        axes.locator_params(axis='x', nbins=5)
-        axes.tick_params(axis='y', length=0)
-        draw_grid(axes)
+def dot_plot(results: Sequence[dict]) -> Figure:
+    """Draws accuracies in per cent: a line for each row, a dot a seed, a bar at the mean."""
+    rows, numbers = accuracies(results), sorted({result['images'] for result in results})[::-1]
+    figure = Figure(figsize=(0.075 * max(map(len, rows)) + 2.7, 0.23 * len(rows) + 0.75), layout='constrained')
+    axes = figure.subplots()
+    for line, seeds in enumerate(rows.values()):
+        axes.plot(seeds, [line] * len(seeds), 'o', color=COLORS[6], alpha=0.75, markersize=4.5, markeredgewidth=0)
+        if len(seeds) > 1:
+            axes.plot(np.mean(seeds), line, '|', color=COLORS[1], markersize=11, markeredgewidth=1.8)
+    title = f'{" and ".join(f"{number:,}" for number in numbers)} images'
+    axes.set(title=title, xlabel='accuracy, %', ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticks(range(len(rows)), rows)
+    axes.margins(x=0.08)
+    axes.locator_params(axis='x', nbins=5)
+    axes.tick_params(axis='y', length=0)
+    draw_grid(axes)
     return figure

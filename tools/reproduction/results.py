@@ -73,11 +73,6 @@ class Run:
         path = self.folder / 'result.json'
         return read_json(path) if path.exists() else None
 
-    @cached_property
-    def share(self) -> Optional[float]:
-        """Returns how much of a shift is in heads that begin with one; None for others."""
-        return self.result.get('share') if self.result else share_at_shift(self.config)
-
     def check_folder(self) -> None:
         """Raises an error if the folder has a training with other settings; one without checkpoints has none."""
         ours = dict(_settings(self.config.to_dict()))  # settings that no training can have are an error here, too
@@ -126,20 +121,15 @@ class Run:
                 before.load_state_dict(CheckpointLoader.load_checkpoint(self.config.load_from)['state_dict'])
                 before.backbone.to_attention()
                 extras['moved'] = attention_moved(self.config, before, model)
-        self.write(model, threads, top1, float(times.data[0].sum()), curves, extras)
-        return f'{top1:.2f} %'
-
-    def write(
-        self, model: nn.Module, threads: int, top1: Optional[float], seconds: float, curves: dict, extras: dict
-    ) -> None:
-        """Writes a result; one that is void has no accuracy."""
         parameters, multiply_adds = cost(model)
         result = dict(label=self.label, images=self.images, epochs=self.epochs, seed=self.seed)
-        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=seconds)
+        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=float(times.data[0].sum()))
         result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
         result.update(machine=dict(machine(), threads=threads), parts=self.parts, config=self.config.to_dict())
-        result.update(extras if self.share is None else dict(extras, share=self.share))
+        share = share_at_shift(self.config)
+        result.update(extras if share is None else dict(extras, share=share))
         write_json(self.folder / 'result.json', result)
+        return f'{top1:.2f} %'
 
 
 def _settings(config: Any, name: str = '') -> Iterator[Tuple[str, str]]:

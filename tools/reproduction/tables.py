@@ -26,7 +26,6 @@ class Table:
     epochs: int
     rows: Dict[str, Row]  # by their labels; tables share the trainings of rows with one label
     corrupted: bool = False  # whether corrupted images are classified too, and moves of attention measured
-    gate: Optional[float] = None  # the attention that heads which begin with a shift have there, at least; else void
 
     def epochs_of(self, label: str) -> int:
         """How long a row is trained."""
@@ -191,6 +190,5 @@ TABLES: Dict[str, Table] = {
             'impulse, 192': Row('vit', {**WIDE, **begins_with('ReleasedImpulse')}),
             'Gaussian, 192': Row('vit_convolutional', WIDE),
         },
-        gate=0.5,
     ),
 }
