@@ -138,8 +138,8 @@ class GeneralizedQuadraticAttention(GridAttention):
         for part in zip(rows.split(some), columns.split(some, 2)):
             probs = self.attn_drop(self._backwards(*part)).to(x.dtype)
             head = (probs.flatten(3).flatten(0, 2) @ tokens).unflatten(0, probs.shape[:3])
-            heads.append(head.unflatten(3, x.shape[::3]).permute(3, 0, 1, 2, 4).flatten(3))
-        return torch.cat(heads, dim=-1)
+            heads.append(head.unflatten(3, x.shape[::3]).permute(3, 0, 1, 2, 4))
+        return torch.cat(heads, dim=3).flatten(3)
 
     def _backwards(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Returns the product of both, ``(q1, q2, N_h, k1, k2)``, keys from the last to the first."""
