@@ -28,7 +28,9 @@ def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str
     A convolution becomes attention where the state dict has that (:func:`attncnn_plugin.convert.convs_to_attention`).
     The attention of other libraries' vision transformers gets as many heads as the state dict has. Modules of
     this package take the structure that they would take by themselves while they load it. All other modules and
-    parameters stay the same objects. Call it before you build the optimizer.
+    parameters stay the same objects. Call it before you build the optimizer, and first of all where a network of this
+    package is part of another library's model: PyTorch loads what fits before it refuses the rest, and the part then
+    keeps the structure of what it has loaded.
 
     Args:
         model (nn.Module): Any model, not wrapped for distributed training.

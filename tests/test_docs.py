@@ -450,6 +450,8 @@ def test_site_builds(site):
     home = (site / 'index.html').read_text()
     assert 'docs/' not in home and 'images/photo_dark.png#only-dark' in home and 'href="contributing/"' in home
     assert 'class="arithmatex"' not in ''.join(page.read_text() for page in site.glob('*/index.html'))
+    api = ''.join(page.read_text() for page in site.glob('api/*/index.html'))
+    assert not re.search(':(class|func|meth|attr|mod):', api), 'a cross-reference that is no link'
 
 
 @pytest.mark.slow

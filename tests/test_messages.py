@@ -26,7 +26,7 @@ def vit():
     [
         lambda x: analysis.head_report(model(), size=x),
         lambda x: analysis.mean_attention(model().blocks[0].attn, size=x),
-        lambda x: convert.conv_to_mhsa(CONV, num_heads=x),
+        lambda x: convert.conv_to_mhsa(CONV, content='gated', qk_dim=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=x),
         lambda x: transformers.init_as_convolution(vit(), kernel_size=x),
         lambda x: RelativeTables(8, max_size=x),

@@ -6,7 +6,8 @@ which of the shifts of a kernel they cover (C20, Theorem 1 and Lemma 3).
 
 import math
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -27,7 +28,7 @@ from .nearest_convolution import (
     spanned_kernels,
 )
 from .recorder import Call
-from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
+from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, window_mass
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
 NEARLY = 0.01  # difference of errors up to which the smaller kernel is the better one
@@ -62,6 +63,9 @@ def head_report(
             be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
             for what depends only on position; pixels for attention instead of convolutions.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all.
+        call (Callable, optional): ``call(model, images)`` runs the model. Defaults to None, ``model(images)``.
 
     Returns:
         HeadReport: The reports of the layers, in the order of the blocks.
@@ -120,15 +124,13 @@ def layer_report(
         >>> print(report.heads[1].criterion, report.heads[1].why)
         entropy relative entropy 1 > 0.99
     """
-    report = LayerReport(maps.grid, name, attention, maps.num_images)
-    if len(maps.probs) == 0:
-        return report
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
     convolutions = tuple(nearest_convolutions(shifts, padding_mode, values))
     by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
     heads = tuple(_head_statistics(maps, shifts, by_position))
-    return replace(report, convolutions=convolutions, spanned=tuple(spanned_kernels(shifts)), heads=heads)
+    spanned = tuple(spanned_kernels(shifts))
+    return LayerReport(maps.grid, name, attention, maps.num_images, convolutions, spanned, heads)
 
 
 def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
@@ -158,7 +160,7 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
         mass_5x5=window_mass(shifts, 5),
         prefix_mass=maps.prefix_mass,
     )
-    for head, (shift, share) in enumerate(nearest_shifts(shifts, shift_shares(shifts))):
+    for head, (shift, share) in enumerate(nearest_shifts(shifts)):
         own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
         kind = 'hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft'
         found = degenerate.get(head)
@@ -169,7 +171,7 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
 
 
 def _finite(values: Tensor) -> Any:
-    """Returns numbers as a number or as tuples, None if one of them is not finite."""
+    """Returns a tensor as a number or as tuples; None if it is not finite."""
     if not values.isfinite().all():
         return None
     return tuple(map(_finite, values)) if values.ndim else values.item()
@@ -254,9 +256,9 @@ class LayerReport:
     name: str
     attention: str
     num_images: int
-    convolutions: Tuple[NearestConvolution, ...] = ()
-    spanned: Tuple[Expressibility, ...] = ()
-    heads: Tuple[HeadStatistics, ...] = ()
+    convolutions: Tuple[NearestConvolution, ...]
+    spanned: Tuple[Expressibility, ...]
+    heads: Tuple[HeadStatistics, ...]
 
     @property
     def num_heads(self) -> int:
@@ -265,7 +267,7 @@ class LayerReport:
 
     @property
     def best(self) -> Optional[NearestConvolution]:
-        """The smallest of the convolutions whose error is the least, to 0.01; None without convolutions."""
+        """The smallest of the convolutions whose error is the least, to 0.01; None without any."""
         least = min((entry.error for entry in self.convolutions), default=0.0)
         return next((entry for entry in self.convolutions if entry.error <= least + NEARLY), None)
 
@@ -275,7 +277,7 @@ class LayerReport:
         return str(self.best or 'smaller than a 3x3 kernel')
 
     def to_dict(self) -> Dict[str, Any]:
-        """Returns data for JSON."""
+        """Returns all numbers as data for JSON."""
         best = None if self.best is None else asdict(self.best)
         return {**asdict(self), 'summary': self.summary, 'best': best}
 
@@ -317,7 +319,7 @@ class HeadReport:
     layers: Tuple[LayerReport, ...]
 
     def to_dict(self, **origin: Any) -> Dict[str, Any]:
-        """Returns data for JSON.
+        """Returns all numbers as data for JSON.
 
         Args:
             origin: Further entries, for instance the model and the checkpoint that it is of.
@@ -333,8 +335,7 @@ class HeadReport:
         first: Dict[str, LayerReport] = {}
         for report in self.layers:
             heads = report.heads
-            masses = [sum(values) for values in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
-            means = [f'{mass / len(heads):.0%}' for mass in masses]
+            means = [f'{fmean(own):.0%}' for own in zip(*((head.mass_3x3, head.mass_5x5) for head in heads))]
             span = f'{report.spanned[0].error:.1%}' if report.spanned else '-'
             nearest = report.summary.replace(' convolution', '').replace(', error', ':')
             rows.append([report.name, report.attention, str(len(heads)), *means, span, nearest])

@@ -23,7 +23,7 @@ Axes = Sequence[Tensor]  # a tensor for rows, and one for columns
 
 
 class ShiftMaps:
-    """The probabilities of a layer's heads, and where their queries are.
+    """The attention maps of a layer, and their sums by shift.
 
     Args:
         maps (MeanAttention): The probabilities.
@@ -139,43 +139,30 @@ def mean_distance(maps: ShiftMaps) -> Tensor:
     return weight @ _all_shifts(maps.size).double().norm(dim=1) / weight.sum(1)
 
 
-def shift_shares(maps: ShiftMaps) -> Tensor:
-    """Returns P[q, q + δ] of each shift, mean over the interior queries, shift 0 in the middle.
-
-    For a shift that leaves the grid from one of these it is the mean over all queries from which it stays; not a number
-    if these are less than a quarter of the queries.
-
-    Examples:
-        >>> shares = shift_shares(ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
-        >>> shares[0, 5, 4:8].tolist(), shares[0, 0, 0].item()
-        ([0.0, 0.0, 1.0, 0.0], nan)
-    """
-    inner, count = maps.counts(maps.interior), maps.counts(maps.valid)
-    shares = torch.where(inner == inner.max(), maps.interior_sums / inner, maps.sums(maps.valid) / count)
-    return shares.masked_fill(count < LEAST_QUERIES * count.max(), float('nan'))
-
-
-def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """Returns the shift δ that gets most attention of each head, and its share, see :func:`shift_shares`.
+def nearest_shifts(maps: ShiftMaps) -> List[Tuple[Shift, float]]:
+    """Returns the shift δ that gets most attention of each head, and its share.
 
     A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid for a q + δ outside. So
     all shifts are compared over the same queries. (A mean over the queries from which a shift stays in the grid would
     favour short shifts: near the border the probabilities of the keys left are larger.)
 
     Far shifts can get equally much, to 1e-6. Of these it is the one that gets most over all queries, then the shortest.
-    Where the share is not a number, it is what the shift gets over all queries.
+    The share of a shift that leaves the grid from an interior query is the mean over all queries from which it stays;
+    if these are less than a quarter of the queries, it is what the shift gets over all of them.
 
     Examples:
-        >>> maps = ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
-        >>> nearest_shifts(maps, shift_shares(maps))
+        >>> nearest_shifts(ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
         [((0, 1), 1.0)]
     """
+    own, count = maps.counts(maps.interior), maps.counts(maps.valid)
+    shares = torch.where(own == own.max(), maps.interior_sums / own, maps.sums(maps.valid) / count)
+    few = count < LEAST_QUERIES * count.max()
     inner = maps.sums(maps.interior, replicate=True)
-    nearest = inner >= inner.amax((1, 2), keepdim=True) - EQUAL * maps.counts(maps.interior).max()
-    if (nearest & shares.isnan()).any() or nearest.sum() > len(nearest):
-        whole = maps.sums(maps.valid, replicate=True) / maps.counts(maps.valid).max()
+    nearest = inner >= inner.amax((1, 2), keepdim=True) - EQUAL * own.max()
+    if (nearest & few).any() or nearest.sum() > len(nearest):
+        whole = maps.sums(maps.valid, replicate=True) / count.max()
         nearest &= whole >= whole.where(nearest, -1.0).amax((1, 2), keepdim=True) - EQUAL
-        shares = shares.where(~shares.isnan(), whole)
+        shares = whole.where(few, shares)
     shifts = _all_shifts(maps.size)
     length = shifts.square().sum(1).where(nearest.flatten(1), torch.iinfo(torch.int64).max)
     places = length.argmin(1)  # the first of the shortest ones

@@ -23,8 +23,8 @@ def read_centers(run: Union[str, Path]) -> Dict[str, Dict[int, np.ndarray]]:
         run (str | Path): See :func:`read_scalars`.
 
     Returns:
-        dict[str, dict[int, ndarray]]: By layer and head, as they were numbered when the training began, epoch, row and
-        column, ``(T, 3)``.
+        dict[str, dict[int, ndarray]]: By layer and by the number that a head had when the training began: epoch, and
+        row and column of its centre, ``(T, 3)``.
 
     Raises:
         FileNotFoundError: A run without a log.
@@ -58,7 +58,7 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
         run (str | Path): The folder of a run, or a file ``scalars.json``.
 
     Returns:
-        dict[str, ndarray]: Step and value by name, ``(T, 2)``, the steps rising.
+        dict[str, ndarray]: By name, step and value, ``(T, 2)``, sorted by step.
 
     Raises:
         FileNotFoundError: There is no such file, or none in the folder.

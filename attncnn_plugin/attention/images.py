@@ -19,12 +19,11 @@ from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
 from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
-from .window import CONVOLVE, Window, check_choice
+from .window import CONVOLVE, Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
 # of 64 channels 1.6 to 2.7 times.
 DENSE_PAIRS = 128**2
-POSITIONS = ('gaussian', 'table')
 SHARED_GATE = 4.0  # λ of heads that content and position share: σ(λ) is 0.98
 # On CPUs so many scores at once stay in the cache: all images at once take 1.1 to 2.4 times as long, at 14×14 pixels.
 SCORES_AT_ONCE = 2**19
@@ -55,8 +54,7 @@ class ImageAttention(AttentionLayer):
         layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
-    position: str  # one of POSITIONS
-    window_size: Optional[Tuple[int, ...]] = None  # of a table and of the neighbourhood; that of the kernel for None
+    position: str
     window: Window
     encoding: Any
     settings: Dict[str, Any]
@@ -89,7 +87,7 @@ class ImageAttention(AttentionLayer):
         if self.position == 'gaussian':
             self.encoding = QuadraticEncoding(num_heads, window.ndim, **dd)
         else:
-            self.encoding = WindowEncoding(num_heads, self.window_size or window.kernel_size, **dd)
+            self.encoding = WindowEncoding(num_heads, window.kernel_size, **dd)
 
     def extra_repr(self) -> str:
         groups = '' if self.groups == 1 else f', groups={self.groups}'
@@ -266,29 +264,25 @@ class WindowImageAttention(ImageAttention):
 class ContentImageAttention(ImageAttention):
     """Attention with the inputs and outputs of a convolution whose probabilities depend on content and position.
 
-    Queries are the output pixels, keys the pixels of the padded image. The scores are q·k/√D_k + b_δ; with a gate the
-    probabilities are (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ), as those of ConViT. Queries and keys have no
-    biases, so that the zeros of a padding are keys without content and without value. W^Q starts at 0: then heads look
-    at their shifts whatever the image is, as those of Li et al. 2021.
+    Queries are the output pixels, keys the pixels of the padded image. The scores are q·k/√D_k + b_δ with b_δ =
+    −α‖δ − Δ‖² (C20, eq. 9); with a gate the probabilities are (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ), as
+    those of ConViT. Queries and keys have no biases, so that the zeros of a padding are keys without content and
+    without value. W^Q starts at 0: then heads look at their shifts whatever the image is, as those of Li et al. 2021.
 
     Args:
         in_channels, out_channels, num_heads, window, bias, groups: As of :class:`ImageAttention`.
         qk_dim (int): Channels D_k of a head's queries and keys.
-        position (str): ``'gaussian'``, b_δ = −α‖δ − Δ‖² (C20, eq. 9), or ``'table'``, a b_δ for each shift of the
-            neighbourhood. Defaults to ``'gaussian'``.
         gated (bool): Whether there is a gate. Defaults to False.
         window_size (Sequence[int], optional): Size of the neighbourhood of a query that its keys are in, an odd number
             of pixels for each axis (Ramachandran et al. 2019). Time and memory then grow linearly with the number of
-            pixels. Defaults to None, the whole image; ``'table'`` needs one.
-
-    Raises:
-        ValueError: An unknown ``position``, or a table without a ``window_size``.
+            pixels. Defaults to None, the whole image.
 
     Attributes:
         query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
         gate (Parameter | None): λ, ``(N_h,)``, at least float32.
     """
 
+    position = 'gaussian'
     depends_on_content = True
     gate: Optional[nn.Parameter]
 
@@ -296,16 +290,12 @@ class ContentImageAttention(ImageAttention):
         self,
         *args: Any,
         qk_dim: int,
-        position: str = 'gaussian',
         gated: bool = False,
         window_size: Optional[Sequence[int]] = None,
         **options: Any,
     ) -> None:
-        check_choice('position', position, POSITIONS)
-        if position == 'table' and window_size is None:
-            raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
-        self.position, self.window_size = position, None if window_size is None else tuple(window_size)
         super().__init__(*args, **options)
+        self.window_size = None if window_size is None else tuple(window_size)
         self.qk_dim = qk_dim
         near = None if window_size is None else list(window_size)  # as JSON has it
         self.settings.update(content='gated' if gated else 'additive', window_size=near, qk_dim=qk_dim)
@@ -406,12 +396,7 @@ class ContentImageAttention(ImageAttention):
 
     def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
         """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
-        if isinstance(self.encoding, QuadraticEncoding):
-            return over_axes([self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)])
-        table = at_least_float32(self.encoding.weight[:, 0]).contiguous()
-        axes = zip(shifts, table.shape[1:], table.stride()[1:])
-        places = [(shift + n // 2).clamp(0, n - 1)[None] * step for shift, n, step in axes]
-        return table.flatten(1)[:, over_axes(places)[0]]
+        return over_axes([self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)])
 
     def _position_bias(self, size: Sequence[int]) -> Tensor:
         """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""

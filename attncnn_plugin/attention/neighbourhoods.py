@@ -5,7 +5,7 @@ along each axis, and the (t − 1)·stride + w pixels that their neighbourhoods 
 the number of queries.
 """
 
-from typing import Sequence
+from typing import Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -63,24 +63,21 @@ class AxisTiles:
 
 def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
     """Cuts a padded image, ``(B, C, *padded)``, into the keys of tiles, ``(B, tiles, keys, C)``, 0 beyond it."""
-    ndim = len(axes)
-    x = F.pad(x, [n for tiles in reversed(axes) for n in tiles.margins])
-    for axis, tiles in enumerate(axes, start=2):
-        x = x.unfold(axis, tiles.keys, tiles.step)  # tiles stay in the axis, keys come last
-    return x.permute(0, *range(2, 2 + 2 * ndim), 1).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
+    return _cut(x, [(*tiles.margins, tiles.keys, tiles.step) for tiles in axes])
 
 
 def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
     """Cuts queries, ``(B, C, *queries)``, into tiles, ``(B, tiles, t, C)``; zeros fill up the last one."""
-    ndim = len(axes)
-    x = F.pad(x, [n for tiles in reversed(axes) for n in (0, tiles.number * tiles.length - tiles.queries)])
-    for axis, tiles in enumerate(axes):
-        x = x.unflatten(2 + 2 * axis, (tiles.number, tiles.length))
-    return (
-        x.permute(0, *range(2, 2 + 2 * ndim, 2), *range(3, 3 + 2 * ndim, 2), 1)
-        .flatten(1 + ndim, 2 * ndim)
-        .flatten(1, ndim)
-    )
+    return _cut(x, [(0, tiles.number * tiles.length - tiles.queries, tiles.length, tiles.length) for tiles in axes])
+
+
+def _cut(x: Tensor, parts: Sequence[Tuple[int, int, int, int]]) -> Tensor:
+    """Cuts ``(B, C, *size)``, given the zeros before and after, the entries and the step of parts, for each axis."""
+    ndim = len(parts)
+    x = F.pad(x, [n for before, after, *_ in reversed(parts) for n in (before, after)])
+    for axis, (*_, entries, step) in enumerate(parts, start=2):
+        x = x.unfold(axis, entries, step)  # parts stay in the axis, their entries come last
+    return x.permute(0, *range(2, 2 + 2 * ndim), 1).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
 
 
 def join_tiles(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:

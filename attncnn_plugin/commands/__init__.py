@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence
 VERBS = {
     'maps': 'Writes the attention of every layer to images, query by query, to a file of NumPy.',
     'report': 'Says where each head looks, and what convolution the heads of a layer form.',
-    'plot': 'Draws the heads of a model, or curves of trainings.',
+    'plot': 'Draws the heads of a model, or their paths during a training.',
     'explore': 'Writes a page for the browser that shows where every head looks, from any place of an image.',
     'rank': 'Says which heads matter: their importance, and what the model loses without each.',
     'prune': 'Removes heads from a model: those that are named, or those that matter least.',
@@ -42,7 +42,7 @@ PICTURES = '.png', '.svg', '.pdf'
 
 
 def setting(text: str) -> str:
-    """Returns a ``key=value`` as it stands, for argparse; refuses others, such as a file after the option."""
+    """Returns a ``key=value`` unchanged, and refuses any other word, such as a file name after the option."""
     if '=' not in text:
         raise argparse.ArgumentTypeError(f'{text} is no key=value: put all that is none before this option')
     return text
@@ -67,7 +67,7 @@ def share(text: str) -> float:
 
 
 def named_heads(text: str) -> Dict[Any, List[int]]:
-    """Returns heads by the number of the block or the name of the layer."""
+    """Returns heads by block number or layer name, from a dict in Python's notation."""
     try:
         heads = ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -78,7 +78,7 @@ def named_heads(text: str) -> Dict[Any, List[int]]:
 
 
 def parse_args(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    """Reads the command line; ends the process with status 2 where it cannot be followed."""
+    """Reads the command line; a mistake ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog='attncnn',
         description='See, rank and prune the heads of a vision model, turn its convolutions into heads.',
@@ -127,7 +127,7 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add('--images', nargs='+', metavar='PATH', help=what)
         add('--num-images', type=natural, default=number, help=f'so many, evenly spread (default: {number})')
     if verb in ('maps', 'report', 'plot', 'rank', 'prune', 'convert'):
-        default = None if verb in ('plot', 'convert') else '*'
+        default = '*' if verb == 'prune' else None
         default_of = 'all; of --figure attention the last one' if verb == 'plot' else 'all'
         what = 'convolutions of a CNN' if verb == 'convert' else f'names of the layers (default: {default_of})'
         add('--layers', metavar='GLOB', default=default, help=what)
@@ -142,7 +142,7 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb == 'plot':
         figures = '; '.join(f'{name}: {text}' for name, text in FIGURES.items())
         add('--figure', choices=FIGURES, metavar='FIGURE', required=True, help=figures)
-        add('--query', nargs=2, type=int, metavar=('ROW', 'COLUMN'), help='in tokens, from 0 (default: the middle)')
+        add('--query', nargs=2, type=int, metavar=('ROW', 'COLUMN'), help='in tokens, from 0')
         add('--run', metavar='FOLDER', help='of --figure movement: the folder of the training')
     if verb == 'explore':
         add('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')

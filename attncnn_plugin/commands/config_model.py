@@ -28,7 +28,7 @@ from .model import BATCH_SIZE, LoadedModel, rgb_picture
 
 
 class ConfigModel(LoadedModel):
-    """A model, its config, and images after the config's test pipeline.
+    """A model of mmpretrain, whose images go through the test pipeline of its config.
 
     mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, which is wrong for models
     of grey images and for datasets in memory. It fits no image to the model either.
@@ -152,5 +152,5 @@ class ConfigModel(LoadedModel):
 
     @property
     def _blue_first(self) -> bool:
-        """Whether colours in the pipeline are as in files; images in memory are red first."""
+        """Whether the pipeline's colours are in the order BGR, that of files; images in memory are RGB."""
         return self._pipeline[0] is not None or self.model.data_preprocessor.to_rgb

@@ -35,7 +35,7 @@ BATCH_SIZE = 32
 
 
 class Picture(NamedTuple):
-    """An image: its name, what the model takes, ``(C, H, W)``, and to look at, ``(H, W, 3)``, uint8, red first."""
+    """An image: its name, the model's input, ``(C, H, W)``, a picture to look at, ``(H, W, 3)``, RGB, and its class."""
 
     name: str
     tensor: Tensor
@@ -44,14 +44,14 @@ class Picture(NamedTuple):
 
 
 class LoadedModel:
-    """A model in evaluation mode, its preprocessing, and images; those of each library are a class.
+    """A model in evaluation mode, with its preprocessing and its images; each library has a subclass.
 
     Attributes:
         name (str): Its name in timm, its folder, or its config.
         model (nn.Module): The model.
         shape (tuple[int, int, int] | None): Channels, height and width of an image; None where it does not say.
         meta (dict): What an mmengine checkpoint says of its training.
-        num_tests (int): Number of images of its own tests.
+        num_tests (int): Number of images in its test set.
     """
 
     name: str
@@ -79,7 +79,7 @@ class LoadedModel:
         return tensor, rgb_picture((255 * (tensor * std + mean)).round())
 
     def images(self, paths: Optional[Sequence[str]], number: int) -> List[Picture]:
-        """Returns images of files and folders, or of the model's own tests, evenly spread.
+        """Returns images of files and folders, or of the model's test set, evenly spread.
 
         Those of one folder with subfolders have a label, the subfolder's number by name, as torchvision's
         ``ImageFolder`` gives it.
@@ -103,7 +103,7 @@ class LoadedModel:
         return stacked(self.images(paths, number))
 
     def inputs_for_means(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
-        """Returns the tensors of :meth:`images`; of any one if none are given and all attention is by position."""
+        """Returns :meth:`inputs`; any one image where none are given and all attention is by position."""
         layers = attention_layers(self.model).values()
         if paths is None and self.shape and layers and not any(own.depends_on_content for own in layers):
             return torch.zeros(1, *self.shape)
@@ -137,17 +137,17 @@ class LoadedModel:
         return list(zip(inputs, right.split(BATCH_SIZE))), loss_and_right, words
 
     def save(self, path: str) -> None:
-        """Saves the model, in the form that it was read in."""
+        """Saves the model in the format that it was loaded from."""
         write_checkpoint(path, self.model.state_dict(), self.meta)
 
 
 def name_of(path: str) -> str:
-    """Returns what an image is called."""
+    """Returns the name of an image in figures and pages."""
     return f'test image {path}' if path.isdecimal() and not Path(path).exists() else Path(path).name
 
 
 def files_in(path: str) -> List[Tuple[str, Optional[int]]]:
-    """Returns the images below a folder by name; with the number of their subfolder, if all are in one."""
+    """Returns the paths of all images below a folder, sorted, and the class of each if all are in subfolders."""
     folder = Path(path)
     files = sorted(own for own in folder.rglob('*') if own.suffix.lower() in SUFFIXES)
     if not files:
@@ -217,7 +217,7 @@ def rgb_picture(pixels: Tensor) -> np.ndarray:
 
 
 def write_checkpoint(path: str, state_dict: Dict[str, Tensor], meta: Any = None) -> None:
-    """Writes a state dict to a new file: alone if its name ends in ``.safetensors``, as ``state_dict`` if not."""
+    """Writes a state dict to a new file: alone in a ``.safetensors`` file, in others under ``'state_dict'``."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if Path(path).suffix == '.safetensors':
         Path(path).write_bytes(save({name: value.contiguous() for name, value in state_dict.items()}))
@@ -249,7 +249,7 @@ def parsed(action: Any, pairs: Optional[Sequence[str]]) -> Dict[str, Any]:
 
 
 class TimmModel(LoadedModel):
-    """A model of timm, and images after the transforms of its tests.
+    """A model of timm, whose images go through its test transform.
 
     Args:
         name (str): Its name in timm.
@@ -301,7 +301,7 @@ class TimmModel(LoadedModel):
 
 
 def read_timm(checkpoint: str) -> Dict[str, Any]:
-    """Returns the state dict in a checkpoint, the average's in one of timm's ``train.py`` that has one.
+    """Returns the state dict of a checkpoint; of timm's ``train.py``, that of the weight average if there is one.
 
     Raises:
         FileNotFoundError: No such file.
@@ -319,7 +319,7 @@ def read_timm(checkpoint: str) -> Dict[str, Any]:
 
 
 class HuggingFaceModel(LoadedModel):
-    """A model of Hugging Face transformers, and images as its folder says.
+    """A model of Hugging Face transformers, whose images go through the processor in its folder.
 
     Without a ``preprocessor_config.json`` they have the size in the configuration, and the mean and deviation 0.5; a
     line on the standard error stream says so.

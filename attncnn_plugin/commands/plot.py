@@ -1,4 +1,4 @@
-"""``attncnn plot``: figures of the heads of a model, or of their way over a training (C20, Figures 3 to 14)."""
+"""``attncnn plot``: figures of the heads of a model, or of their paths during a training (C20, Figures 3 to 14)."""
 
 from argparse import Namespace
 from pathlib import Path

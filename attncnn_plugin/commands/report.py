@@ -8,10 +8,10 @@ from typing import List
 from ..analysis import head_report
 from .model import load
 
-LEGEND = """centre, std: mean and deviation of where a head looks, (rows, columns) of tokens
-entropy: of that of uniform attention; 3x3, 5x5: attention to the tokens around
-nearest shift: that which gets most, and its share; error of a convolution: 0 if
-the layer is one; random 3x3: how far the heads are from a random 3x3 kernel"""
+LEGEND = """centre, std: mean and deviation of where a head looks, (row, column) in tokens
+entropy: relative to uniform attention; 3x3, 5x5: share of the tokens around
+nearest shift: the shift that gets most, and its share; error of a convolution:
+0 if the layer is one; random 3x3: error of the best fit to a random kernel"""
 
 
 def run(args: Namespace) -> List[str]:

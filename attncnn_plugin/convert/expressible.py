@@ -1,4 +1,4 @@
-"""The shift operators S_δ of a convolution, (S_δ x)_q = x_{q+δ}, and which of them heads can express.
+"""The shift operators S_δ of a convolution, ``(S_δ x)_q = x_{q+δ}``, and which of them heads can express.
 
 Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ
 (Cordonnier et al. 2020, section 3 and Lemma 3). Where each S_δ is a combination Σ_h Φ_hδ P_h of the maps,
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention.attention_layer import AttentionLayer
 from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
 
-TOLERANCE = 1e-6  # residual up to which a shift is expressible, and singular value up to which a direction is not there
+TOLERANCE = 1e-6  # of residuals, and of singular values relative to the largest one
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
 
@@ -28,8 +28,8 @@ class Expressibility:
 
     Attributes:
         kernel_size (tuple[int, int]): The kernel size.
-        expressible, missing (list[tuple[int, int]]): The (row, column) shifts δ = k − q that can and cannot be
-            expressed: to a residual of 1e-6, maps being independent from a singular value of 1e-6 of the largest on.
+        expressible, missing (list[tuple[int, int]]): The (row, column) shifts δ = k − q that can be expressed, with a
+            residual of at most 1e-6, and that cannot.
         residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
         error (float): Relative error of the attention that comes nearest to a random kernel, whose weights have
@@ -37,7 +37,8 @@ class Expressibility:
             leaves of S_δ. With N_h heads it is at least √(1 − N_h/K) for K positions.
         worst (float): The largest relative error over all kernels, 1 with fewer heads than positions. The heads span
             every kernel to this error.
-        rank (int): Rank of the heads' maps over all chosen queries at once.
+        rank (int): Rank of the heads' maps, scaled to norm 1, over all chosen queries at once: the number of singular
+            values above 1e-6 of the largest.
     """
 
     kernel_size: Tuple[int, ...]

@@ -234,18 +234,17 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
     convolutions = {name: module for name, module in modules if name and isinstance(module, _ConvNd)}
     patterns: List[Any] = [*layers] if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f'layers={shown(layers)} must be a name, a glob such as "layer4.*.conv*", or a list of these')
-    chosen = {pattern: [name for name in convolutions if fnmatchcase(name, pattern)] for pattern in patterns}
-    for pattern, names in chosen.items():
-        if not names:
+        raise ValueError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", at least one')
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in convolutions):
             some = ', '.join([*convolutions][:6]) + (' …' if len(convolutions) > 6 else '')
             raise ValueError(
-                f'layers={pattern!r} matches none of the {len(convolutions)} convolutions in the '
-                f"{type(model).__name__}: {some or 'conv_to_mhsa converts a bare one'}; a glob such as 'layer4.*' "
-                'stands for all that are inside'
+                f'layers={pattern!r} matches none of the convolutions in the model, a {type(model).__name__}: '
+                f"{some or 'conv_to_mhsa converts a bare one'}; a glob such as 'layer4.*' stands for all that are "
+                'inside'
             )
-    every = {name for names in chosen.values() for name in names}
-    return {name: cast(Convolution, conv) for name, conv in convolutions.items() if name in every}
+    chosen = [name for name in convolutions if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return {name: cast(Convolution, convolutions[name]) for name in chosen}
 
 
 def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:

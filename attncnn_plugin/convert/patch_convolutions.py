@@ -112,9 +112,7 @@ def attend_like_convolution(attention: PatchAttention, conv: nn.Conv2d, patch_si
             read = (positions >= 0).any(0).repeat(conv.in_channels)
             # Those that are read, then others, in order.
             pixels = read.int().argsort(descending=True, stable=True)[:width].sort().values
-            matrix = (
-                kernel[positions.to(kernel.device)].permute(2, 0, 3, 1).flatten(2).flatten(0, 1)
-            )  # M of A.2, (D_out, D)
+            matrix = kernel[positions].permute(2, 0, 3, 1).flatten(2).flatten(0, 1)  # M of A.2, (D_out, D)
             out.weight[:, end - width : end] = matrix[:, pixels]
         else:  # without output weights to begin with; other entries for every head, so that they learn other things
             pixels = (head * width + torch.arange(width, device='cpu')) % attention.dim

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..attention.images import (
-    POSITIONS,
     SHARED_GATE,
     ContentImageAttention,
     ImageAttention,
@@ -28,6 +27,7 @@ from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Sizes, Window, check_choice, per_axis, shown
 from .convolutions import Computed, Convolution, block_norms, computed, copy_with, moved_copy
 
+POSITIONS = ('gaussian', 'table')
 CONTENTS = (None, 'additive', 'gated')
 # e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
 HARD_ALPHA = 800.0
@@ -78,8 +78,8 @@ def conv_to_mhsa(
     keeps learning, give a smaller one, about 6. Its heads see a little of their neighbours, which the report states.
     Weight decay would move centres all the same: leave it off ``encoding``.
 
-    One NaN or infinite pixel makes all outputs of its image NaN. With ``position='table'``, without content, it makes
-    only those NaN whose window has it, as of the convolution.
+    One NaN or infinite pixel makes all outputs of its image NaN. With ``position='table'`` it makes only those NaN
+    whose window has it, as of the convolution.
 
     Args:
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or of a class of its own that computes
@@ -90,11 +90,11 @@ def conv_to_mhsa(
         content (str, optional): How scores by content come in, ``'additive'`` or ``'gated'``, see
             :class:`~attncnn_plugin.attention.ContentImageAttention`. λ starts at 40, no content at all, with the
             default ``alpha``, and at 4, 2% of the probabilities, with another. Defaults to None, only positions.
-        position (str): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the kernel, with
-            content of the neighbourhood. Defaults to ``'gaussian'``.
+        position (str): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the kernel,
+            without content. Defaults to ``'gaussian'``.
         window_size (int | Sequence[int], optional): With content, the size of the neighbourhood of a query that its
             keys are in, odd, for all axes or for each: time and memory then grow linearly with the number of pixels.
-            Defaults to None, the whole image, and for a table to the least that holds the kernel.
+            Defaults to None, the whole image.
         qk_dim (int, optional): With content, channels D_k of a head's queries and keys. Defaults to the channels
             divided by the heads, at least 8.
         generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
@@ -174,13 +174,13 @@ def check_settings(
             given = f'window_size={shown(window_size)}' if qk_dim is None else f'qk_dim={shown(qk_dim)}'
             raise ValueError(f"{given} is for attention by content: add content='additive' or 'gated'")
         return settings
+    if position == 'table':
+        raise ValueError(f"position='table' is for attention without content: leave it out, or content={content!r}")
     if qk_dim is None:
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / math.prod(window.kernel_size)))
     if not isinstance(qk_dim, Integral) or isinstance(qk_dim, bool) or qk_dim < 1:
         raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
     least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
-    if window_size is None and position == 'table':
-        window_size = least
     size = None if window_size is None else per_axis('window_size', window_size, window.ndim)
     if size is not None and any(n % 2 == 0 or n < m for n, m in zip(size, least)):
         raise ValueError(
@@ -204,8 +204,8 @@ class OwnConvolution:
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
         """Returns the convolution with a new kernel, and the largest error of an output for pixels of norm 1.
 
-        Its device, dtype, mode and ``requires_grad`` are those of the layer. There is an error where it computes its
-        weights, and those that it has, from when it became attention, give another kernel.
+        Its device, dtype, mode and ``requires_grad`` are those of the layer. A class that computes its weights, such as
+        standardized ones, still has those of the conversion: the error is how far their kernel is from the new one.
         """
         like, new = kernel.weight, {id(self.conv.weight): kernel.weight, id(self.conv.bias): kernel.bias}
 
@@ -248,7 +248,7 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
     kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention
     if 'content' in settings:
         kind = partial(ContentImageAttention, gated=settings['content'] == 'gated')
-        options.update({name: settings[name] for name in ('position', 'window_size', 'qk_dim')})
+        options.update({name: settings[name] for name in ('window_size', 'qk_dim')})
     attention: ImageAttention = kind(*arguments, **options)
     attention.to_empty(device=plain.weight.device)
     if 'alpha' in settings:

@@ -75,10 +75,9 @@ function windowOf({keys}, {number}) {
   return keys?.values.subarray(number * keys.shape[1], (number + 1) * keys.shape[1]);
 }
 
-/** What the page shows of a head: its probabilities, their sums and their centre; null without the chosen part. */
+/** What the page shows of a head: its probabilities, their sums and their centre. */
 function shownOf(layer, head, query) {
   const {grid: [tall, wide]} = layer, images = partOf(layer);
-  if (!images) return null;
   const {bytes, largest, beside: others} = images[images.length === 1 ? 0 : state.image];
   const [, queries, count] = bytes.shape, row = head * queries + query.number, keys = windowOf(layer, query);
   const probs = new Float64Array(tall * wide + 1), most = largest.values[row];  // keys that are not seen come last
@@ -105,7 +104,7 @@ const summaries = {};
 function summaryOf(l, head) {
   const layer = page.layers[l], {grid: [tall, wide], rows, columns, others, keys} = layer, images = partOf(layer);
   const id = [l, head, state.part].join();
-  if (summaries[id] || !images) return summaries[id];
+  if (summaries[id]) return summaries[id];
   const count = images[0].bytes.shape[2], number = rows.length * columns.length, none = tall * wide;
   const [down, right] = [rows, columns].map((places) => places.map((place) => Math.round(place)));
   const up = Math.max(...down), left = Math.max(...right), across = left + wide - Math.min(...right);
@@ -145,7 +144,7 @@ function mostLocal() {
   let best = {share: -1, layer: 0, head: 0};
   page.layers.forEach(({heads}, layer) => {
     for (let head = 0; head < heads; head++) {
-      const share = summaryOf(layer, head)?.share ?? 0;
+      const {share} = summaryOf(layer, head);
       if (share > best.share) best = {share, layer, head};
     }
   });
@@ -174,7 +173,6 @@ function widthsOf([[a, b], [c, d]]) {
 /** A sentence on what a head does. */
 function sentence(l, head) {
   const layer = page.layers[l], {label, centers, factors, keys, grid, others} = layer, found = summaryOf(l, head);
-  if (!found) return '';
   const byPosition = Object.keys(layer.parts)[0] === 'position' && partOf(layer) === layer.parts.position;
   const {share, low, high, spread, beside} = found, range = `${percent(low)} to ${percent(high)}`;
   let text = `Head ${head} of ${label}`, most = tokenAt(found.shift);
@@ -383,10 +381,9 @@ function addChoice(id, name, value, label, content, title = label) {
   byId(id).append(create('label', {title}, input, content));
 }
 
-/** Goes some layers down and some heads to the right, and past layers all of whose heads were pruned. */
+/** Goes some layers down and some heads to the right. */
 function choose(down, right) {
-  let layer = state.layer + down;
-  while (cells[layer] && cells[layer].length === 0) layer += down || 1;
+  const layer = state.layer + down;
   if (cells[layer]) change({layer, head: clamp(state.head + right, cells[layer].length)});
 }
 
@@ -394,7 +391,7 @@ function choose(down, right) {
 
 function render() {
   const ramp = colours();
-  const wide = cells.flat()[0]?.canvas.clientWidth;  // all are as wide
+  const wide = cells.flat()[0].canvas.clientWidth;  // all are as wide
   const all = page.layers.map((layer, l) => {
     const query = shownQuery(l);
     return Array.from({length: layer.heads}, (_, h) => shownOf(layer, h, query));
@@ -403,7 +400,6 @@ function render() {
     const {canvas, context, button, caption} = cells[l][h], chosen = l === state.layer && h === state.head;
     button.setAttribute('aria-pressed', String(chosen));
     button.tabIndex = chosen ? 0 : -1;
-    if (!shown) return;
     fit(canvas, wide);
     drawMap(context, page.layers[l], shown, ramp);
     caption.textContent = Number(shown.most.toPrecision(2));
@@ -411,14 +407,12 @@ function render() {
       `${nameOf(l, h)}: largest probability ${number(shown.most)} at ${spoken(shown.largest)}`);
   }));
   const heads = all[state.layer], shown = heads[state.head];
-  renderQuery(shown?.center);
+  renderQuery(shown.center);
   renderTokens(shown, ramp);
   setText('says', sentence(state.layer, state.head));
-  if (shown) {
-    renderMap(shown, ramp);
-    renderNumbers(shown);
-    renderCenters(heads);
-  }
+  renderMap(shown, ramp);
+  renderNumbers(shown);
+  renderCenters(heads);
   for (const input of document.querySelectorAll('input[type=radio]')) {
     input.checked = input.value === String(state[input.name]);
   }
@@ -456,10 +450,10 @@ function renderTokens(shown, ramp) {
     button.setAttribute('aria-pressed', String(i === state.token && !button.disabled));
   });
   [...byId('map-tokens').children].forEach((item, i) => {
-    const [swatch, , text] = item.children, p = shown?.beside[i] ?? 0;
+    const [swatch, , text] = item.children, p = shown.beside[i] ?? 0;
     item.hidden = i >= others.length;
-    item.classList.toggle('query', i === shown?.query.number);
-    swatch.style.backgroundColor = shown ? `rgb(${colourOf(p, shown, ramp).subarray(0, 3).join(' ')})` : '';
+    item.classList.toggle('query', i === shown.query.number);
+    swatch.style.backgroundColor = `rgb(${colourOf(p, shown, ramp).subarray(0, 3).join(' ')})`;
     text.textContent = number(p, p / 100);  // 3 digits
   });
 }
@@ -505,7 +499,7 @@ function renderNumbers({largest, most, near, center, beside, rest}) {
 /** The centres of all heads of the chosen layer, as shifts from the query: rows down, columns right. */
 function renderCenters(heads) {
   const svg = byId('centers'), {centers: encoded, grid, label} = page.layers[state.layer];
-  const centers = heads.map((shown, h) => encoded ? encoded[h] : shown?.center);
+  const centers = heads.map((shown, h) => encoded ? encoded[h] : shown.center);
   const known = centers.filter(Boolean).flat().map(Math.abs);
   const reach = Math.min(Math.max(3, Math.ceil(Math.max(0, ...known) + 0.6)), Math.max(...grid));
   const inside = (x) => Math.min(Math.max(x, -reach), reach), edge = (reach + 0.5) * 1.12;
@@ -539,7 +533,7 @@ function renderCenters(heads) {
     add(group, 'title', {}, `Head ${h}: ${shift(centers[h])}`);
     group.addEventListener('click', () => change({head: h}));
   }
-  const token = heads[0]?.query.name;
+  const token = heads[0].query.name;
   byId('centers-title').textContent = `Centres of ${label}`;
   byId('centers-help').textContent = token ? `The ${token} token has no place.` :
     (encoded ? 'The learned centre Δ of each head' : 'The mean shift of each head, from this query') +
@@ -556,8 +550,7 @@ let frame = null, settling = null;
 function change(changes) {
   Object.assign(state, changes);
   applyTheme();
-  const {heads} = page.layers[state.layer];
-  if (heads) state.head = Math.min(state.head, heads - 1);
+  state.head = Math.min(state.head, page.layers[state.layer].heads - 1);
   frame ??= requestAnimationFrame(() => {
     frame = null;
     render();
@@ -624,8 +617,7 @@ function fromAddress() {
   index('token', Math.max(...page.layers.map(({others}) => others.length)));
   index('image', page.names.length);
   index('layer', page.layers.length);
-  if (!page.layers[changes.layer]?.heads) delete changes.layer;
-  index('head', Math.max(page.layers[changes.layer ?? state.layer].heads, 1));
+  index('head', page.layers[changes.layer ?? state.layer].heads);
   pair('query');
   pair('key');
   among('part', allParts());

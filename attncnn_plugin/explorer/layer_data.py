@@ -82,14 +82,14 @@ def layers_of(model: nn.Module, images: Any, call: Call) -> Tuple[List[Dict[str,
 
 
 def _add(found: Dict[str, Dict[str, Any]], name: str, layer: Dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Adds the parts of a layer on one more image, probabilities and what lies beside the grid, to what was found."""
-    heads = max((len(probs) for probs, _ in parts.values()), default=0)
-    own = found.setdefault(name, dict(dict(heads=heads, others=[], keys=None, parts={}), **layer))
+    """Adds a layer's attention on one more image to what was found: by part, on the grid and beside it."""
+    own = found.setdefault(name, dict(dict(others=[], keys=None, parts={}), **layer))
     if 'seen' in layer:  # in some image
         own['seen'] = own['seen'] | layer['seen']
     for part, (probs, beside) in parts.items():
         if not probs.isfinite().all():
             raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+        own['heads'] = len(probs)
         own['least'] = min(own.get('least', 0), probs.min().item())
         largest = (probs := probs.clamp(min=0)).amax(-1, keepdim=True)
         roots = (probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)).sqrt()
@@ -106,8 +106,7 @@ def _own_layer(name: str, layer: AttentionLayer, x: Tensor) -> Tuple[Dict[str, A
     heads = None if layer.depends_on_content else layer.gaussian_heads()
     if heads is not None:
         data.update(centers=heads.center.tolist(), factors=heads.factor.tolist())
-    of_parts = _own_probs(layer, x, size)
-    return data, {part: (probs, _outside(1 - probs.sum(-1))) for part, probs in of_parts.items()}
+    return data, {part: (own, _outside(1 - own.sum(-1))) for part, own in _own_probs(layer, x, size).items()}
 
 
 def _layer(name: str, probs: Tensor, places: Places) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -130,7 +129,7 @@ def _layer(name: str, probs: Tensor, places: Places) -> Tuple[Dict[str, Any], Di
 
 
 def packed(array: np.ndarray) -> Dict[str, Any]:
-    """Returns an array as it is in the data."""
+    """Returns an array as the page stores it."""
     data = gzip.compress(array.astype(array.dtype.newbyteorder('<')).tobytes(), mtime=0)
     return dict(dtype=array.dtype.name, shape=array.shape, data=base64.b64encode(data).decode())
 

@@ -150,7 +150,7 @@ class PruneHeads:
         """Removes heads, if this is one of the epochs; call it at the beginning of each.
 
         Not when a training resumes in the middle of an epoch whose heads have gone. The arguments are those of
-        :meth:`TwoPhases.on_epoch_begin <attncnn_plugin.training.TwoPhases.on_epoch_begin>`.
+        :meth:`attncnn_plugin.training.TwoPhases.on_epoch_begin`.
 
         Returns:
             JudgedHeads | None: What was found; None at other epochs, and where nothing was.

@@ -1,4 +1,4 @@
-"""Figures of the heads of a model (Cordonnier et al. 2020, Figures 2 to 14); they need matplotlib."""
+"""Figures of the heads of a model (Cordonnier et al. 2020, Figures 3 to 14); they need matplotlib."""
 
 try:
     import matplotlib  # noqa: F401

@@ -1,4 +1,4 @@
-"""Figures of the centres of heads, of their way over a training, and of how far heads look by depth.
+"""Figures of the centres of heads, of their paths during a training, and of how far heads look by depth.
 
 Figures 3, 4, 12 and 14 of Cordonnier et al. 2020 (C20); Figure 7 of Dosovitskiy et al. 2021; Figure 3 of Raghu et al.
 2021. Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
@@ -72,8 +72,8 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
             :func:`~attncnn_plugin.analysis.read_centers` reads them.
 
     Returns:
-        Figure: One axes a layer; a head's way ends at its disc, that of a head that was pruned, or that came to give
-        nothing to the grid, at a cross.
+        Figure: One axes a layer. A head's path ends at its numbered disc, or at a cross if the head was pruned or came
+        to give nothing to the grid.
 
     Raises:
         ValueError: There are no centres.
@@ -116,16 +116,11 @@ def plot_attention_distance(reports: Mapping[str, HeadReport]) -> Figure:
 
     Returns:
         Figure: Two axes a model; x is the number of the layer, from 0.
-
-    Raises:
-        ValueError: No reports, or one without layers that have heads.
     """
     figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
     panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
     for column, (label, report) in enumerate(reports.items()):
-        layers = {layer.name: layer for layer in report.layers if layer.heads}.values()  # the last one of a layer
-        if not layers:
-            raise ValueError(f'the report of {label} has no layers with heads')
+        layers = {layer.name: layer for layer in report.layers}.values()  # the last one of a layer
         for axes, (number, name) in zip(panels[:, column], PANELS.items()):
             means = []
             for place, layer in enumerate(layers):

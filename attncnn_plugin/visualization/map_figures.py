@@ -25,7 +25,6 @@ from .style import Numbers, Query, attention_bar, check_maps, draw_attention, dr
 CHANGES = ramp(least=0, less=0.25, uniform=0.5, more=0.65, much=0.8, most=1)  # of the loss: red where it rises
 IMPORTANCE = ramp(uniform=0, more=0.3, much=0.6, most=1)
 MOST_COLUMNS = 12
-Row = Tuple[Tensor, Tuple[int, int], List[str]]  # times uniform attention by head, the query, titles
 
 
 @settings()
@@ -111,29 +110,32 @@ def plot_heads(maps: Mapping[str, MeanAttention], query: Query = None, numbers: 
         numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
 
     Returns:
-        Figure: One axes a map; its data is in tokens, x the column and y the row. A layer whose heads were all pruned
-        has one axes that says so.
+        Figure: One axes a map; its data is in tokens, x the column and y the row.
 
     Raises:
         TypeError: ``maps`` are no attention maps.
         ValueError: No maps; a query outside of the grid.
     """
     check_maps(maps)
-    rows = {}
-    for name, own in maps.items():
-        probs, (row, column) = keys_of_query(own, query)
+    columns, labels = max(len(own.probs) for own in maps.values()), layer_labels(maps)
+    size = max(0.62, 2.6 / columns)  # inches of a map
+    figure = Figure(figsize=(size * columns + 1.7, (size + 0.12) * len(maps) + 0.5), layout='constrained')
+    grid = figure.add_gridspec(len(maps), columns)
+    for line, (name, own) in enumerate(maps.items()):
+        probs, place = keys_of_query(own, query)
         times = probs * math.prod(own.grid)
-        if own.in_windows and query is None:  # shifts that no query sees are left out
-            share = keys_of_query(replace(own, probs=(own.probs > 0).float().amax(0, keepdim=True)))[0]
-            reach = [int((share[0] > 0).any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
-            probs = probs / share.clamp(min=1e-12)
-            times = _relative(probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1])
-            row, column = reach
-        titles = [f'head {number}' for number in (numbers or {}).get(name, range(len(probs)))]
-        rows[name] = times, (row, column), titles
-    number = max(own.num_images for own in maps.values())
-    mean = f', mean over {number} images' if number > 1 else ''
-    return _table(rows, f'What the patch in the square attends to{mean}.')
+        if own.in_windows and query is None:
+            times, place = _in_windows(own, probs, place)
+        number_of = (numbers or {}).get(name, range(len(probs)))
+        for head, of_head in enumerate(times.numpy()):
+            axes = figure.add_subplot(grid[line, head])
+            axes.set_title(f'head {number_of[head]}', fontsize=6.5, pad=2)
+            if head == 0:
+                axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
+            drawn = draw_attention(axes, of_head, query=place)
+    images = max(own.num_images for own in maps.values())
+    mean = f', mean over {images} images' if images > 1 else ''
+    return _finish(figure, drawn, f'What the patch in the square attends to{mean}.')
 
 
 @settings()
@@ -207,23 +209,16 @@ def _relative(attention: Tensor) -> Tensor:
     return attention / attention.mean((-2, -1), keepdim=True).clamp(min=1e-12)
 
 
-def _table(rows: Dict[str, Row], text: str) -> Figure:
-    """Draws the heads of layers, a row each."""
-    columns = max(len(titles) for _, _, titles in rows.values())
-    size = max(0.62, 2.6 / columns)  # inches of a map
-    figure = Figure(figsize=(size * columns + 1.7, (size + 0.12) * len(rows) + 0.5), layout='constrained')
-    grid, labels, drawn = figure.add_gridspec(len(rows), columns), layer_labels(rows), None
-    for line, (name, (times, query, titles)) in enumerate(rows.items()):
-        panels = [figure.add_subplot(grid[line, place]) for place in range(len(titles))]
-        panels[0].set_ylabel(labels[name], rotation=0, ha='right', va='center')
-        for axes, own, title in zip(panels, times.numpy(), titles):
-            axes.set_title(title, fontsize=6.5, pad=2)
-            drawn = draw_attention(axes, own, query=query)
-    return figure if drawn is None else _finish(figure, drawn, text)
+def _in_windows(maps: MeanAttention, probs: Tensor, place: Tuple[int, int]) -> Tuple[Tensor, Tuple[int, int]]:
+    """Returns attention to the shifts that queries see, mean over those that do, and the place of shift 0."""
+    share = keys_of_query(replace(maps, probs=(maps.probs > 0).float().amax(0, keepdim=True)))[0]
+    down, right = (int((share[0] > 0).any(axis).nonzero().max()) - at for axis, at in zip((1, 0), place))
+    rows, columns = (slice(at - reach, at + reach + 1) for at, reach in zip(place, (down, right)))
+    return _relative((probs / share.clamp(min=1e-12))[:, rows, columns]), (down, right)
 
 
 def _finish(figure: Figure, drawn: AxesImage, text: str) -> Figure:
-    """Adds the colour bar of the maps, and a line below."""
+    """Adds the colour bar of the maps, and a line of text below."""
     figure.supxlabel(text, fontsize=8)
     attention_bar(figure, drawn, ax=figure.axes, shrink=min(1, 2.5 / figure.get_figheight()), pad=0.01, aspect=15)
     return figure

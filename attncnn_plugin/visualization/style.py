@@ -84,7 +84,7 @@ def draw_heads(axes: Axes, places: Dict[int, Place], reach: float, beside: bool 
 
 
 def draw_attention(axes: Axes, times: np.ndarray, photo: Photo = None, query: Query = None) -> AxesImage:
-    """Draws attention to the tokens of a grid, as so many times uniform attention, also on a photo, with a query."""
+    """Draws attention to a grid of tokens, in multiples of uniform attention, over a photo if there is one."""
     times, norm = np.maximum(times, 1e-9), LogNorm(*ATTENTION_RANGE)
     # Uniform attention leaves the photo as it is.
     alpha = None if photo is None else np.minimum(2.4 * np.abs(norm(times).filled() - norm(1)), 0.8)
@@ -94,13 +94,15 @@ def draw_attention(axes: Axes, times: np.ndarray, photo: Photo = None, query: Qu
 
 
 def draw_photo(axes: Axes, photo: Photo, grid: Sequence[int], query: Query) -> None:
-    """Draws a photo below all else, on the tokens of a grid, and a square around a query."""
+    """Draws a photo under a map of tokens, and a square around the query."""
     if photo is not None:
         axes.imshow(photo, extent=(-0.5, grid[1] - 0.5, grid[0] - 0.5, -0.5), cmap='gray', zorder=-1)
     if query is not None:
         where = (query[1] - 0.5, query[0] - 0.5), 1, 1
-        halo = [withStroke(linewidth=2, foreground='white')]
-        axes.add_patch(Rectangle(*where, facecolor='none', edgecolor='black', linewidth=1, path_effects=halo))
+        token = 72 * axes.bbox.height / axes.figure.dpi / grid[0]  # in points
+        line = min(max(0.17 * token, 0.45), 1)
+        look = dict(linewidth=line, path_effects=[withStroke(linewidth=2 * line, foreground='white')])
+        axes.add_patch(Rectangle(*where, facecolor='none', edgecolor='black', **look))
     axes.set(xticks=[], yticks=[])
 
 
@@ -120,13 +122,13 @@ def draw_grid(axes: Axes) -> None:
 
 
 def text_color_on(color: str) -> str:
-    """Returns black or white, whichever can be read on a colour."""
+    """Returns black or white, whichever is readable on a colour."""
     red, green, blue = to_rgb(color)
     return 'white' if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else 'black'
 
 
 def _free_place(place: Place, discs: Sequence[Place], dots: Sequence[Place], reach: float, beside: bool) -> Place:
-    """Returns the place, or the next one where a disc covers no other disc and no dot, or at least no disc."""
+    """Returns where a disc goes: on its dot, or nearby, where it covers no other disc and, if possible, no dot."""
     disc = 0.12 * reach  # the diameter of a disc in a panel of 2.6 inches
     near = [] if beside else [place]
     for distance, angle in itertools.product((0.9, 1.3, 1.7, 2.2, 2.8, 3.5), range(0, 360, 30)):

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -23,14 +22,12 @@ from attncnn_plugin.analysis import (
     head_centers,
     head_report,
     mean_attention,
-    nearest_convolution,
 )
 from attncnn_plugin.analysis.report import layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention, WindowImageAttention
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts
-from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
+from attncnn_plugin.convert import conv_to_mhsa, expressible, expressible_shifts
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 
 
@@ -258,8 +255,7 @@ def test_degenerate_heads_and_shifts_are_those_of_their_modules(kind, monkeypatc
     with torch.no_grad():  # head 3 is head 1
         for parameter in layer.encoding.parameters():
             parameter[3] = parameter[1]
-    loose = partial(expressible_shifts_of_maps, tolerance=0.7)  # some shifts are, some are not
-    monkeypatch.setattr(nearest_convolution, 'expressible_shifts_of_maps', loose)
+    monkeypatch.setattr(expressible, 'TOLERANCE', 0.7)  # some shifts are, some are not
     report = report_of(layer, (7, 6))
     criteria = ['entropy', 'duplicate'] + (['uniform', 'stripe'] if kind == 'generalized' else [])
     expected = find_degenerate_heads(layer, criteria, (7, 6)).reports['']
@@ -269,7 +265,7 @@ def test_degenerate_heads_and_shifts_are_those_of_their_modules(kind, monkeypatc
         assert (head.criterion, head.why) == (entry.criterion, entry.reason)
         assert f'head {head.head} is degenerate, {head.criterion}: {head.why}' in str(report)
     for entry in report.spanned:
-        found = expressible_shifts(layer, entry.kernel_size, (7, 6), queries='interior', tolerance=0.7)
+        found = expressible_shifts(layer, entry.kernel_size, (7, 6), queries='interior')
         assert entry.missing == found.missing and set(entry.expressible).isdisjoint(found.missing)
         assert entry.residual == pytest.approx(found.residual, abs=1e-7)
         assert len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2

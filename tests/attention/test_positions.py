@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from attncnn_plugin.attention import (
     GeneralizedQuadraticAttention,
     LearnedAttention,
     QuadraticAttention,
+    tokens,
 )
 from attncnn_plugin.attention.positions import RelativeTables
 from attncnn_plugin.attention.shifts import resize_shifts
@@ -100,9 +102,18 @@ def test_generalized_probs(dtype, height, width, heads):
     assert_probs(layer, [score(head) for head in range(len(heads))], height, width)
 
 
-@given(dtypes, sizes, sizes, st.integers(1, 3), st.integers(1, 3), st.floats(0, 12), st.integers(0, 2**31))
-def test_generalized_outputs_and_gradients(dtype, height, width, num_heads, batch, far, seed):
-    """Against a dense softmax of C20's eq. 19 in float64, images of one pixel and of one row among them."""
+@given(
+    dtypes,
+    sizes,
+    sizes,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.floats(0, 12),
+    st.sampled_from([1, 2 * 9**3, tokens.PAIRS_AT_ONCE]),
+    st.integers(0, 2**31),
+)
+def test_generalized_outputs_and_gradients(dtype, height, width, num_heads, batch, far, at_once, seed):
+    """Against a dense softmax of C20's eq. 19 in float64, of one head at a time, some and all; of one pixel and row."""
     torch.manual_seed(seed)
     layer = GeneralizedQuadraticAttention(3, num_heads, dtype=dtype)
     with torch.no_grad():
@@ -115,7 +126,8 @@ def test_generalized_outputs_and_gradients(dtype, height, width, num_heads, batc
     offset = (pixels - pixels[:, None])[None] - wide['encoding.center'][:, None, None]
     probs = (-(offset @ wide['encoding.sqrt_precision'][:, None]).square().sum(-1) / 2).softmax(-1)
     heads = torch.einsum('hqk,bkd->bqhd', probs, wide['x'].flatten(1, 2)).flatten(2).unflatten(1, (height, width))
-    outputs = layer(x), heads @ wide['value.weight'].T + wide['value.bias']
+    with patch.object(tokens, 'PAIRS_AT_ONCE', at_once):
+        outputs = layer(x), heads @ wide['value.weight'].T + wide['value.bias']
     both = (torch.autograd.grad(y.sin().sum(), own.values()) for y, own in zip(outputs, (parameters, wide)))
     for own, expected in zip(*((y, *found) for y, found in zip(outputs, both))):
         scale = max(1, expected.abs().max().item())

@@ -1,8 +1,8 @@
 """Models of timm and Hugging Face with their preprocessing: checkpoints, folders, and images as they take them."""
 
 import io
+import itertools
 import sys
-import time
 from argparse import Namespace
 
 import numpy as np
@@ -46,15 +46,16 @@ def test_images(folder):
         stacked([Picture('', torch.zeros(3, size, 4), image.pixels) for size in (5, 4)])
 
 
-def test_progress_on_a_terminal(monkeypatch):
-    """The loss stays what it is where the bar is drawn."""
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, 'stderr', terminal)
-    with progress(lambda model, batch: batch, 2, 'heads') as counted:
-        time.sleep(0.2)
-        assert counted(None, 7) == 7
-    assert 'heads:  50%' in terminal.getvalue()
+@pytest.mark.parametrize('is_terminal, number, least, most', [(True, 9, 9, 10), (False, 20, 0, 0), (False, 200, 2, 7)])
+def test_progress(is_terminal, number, least, most, monkeypatch):
+    """A bar on a terminal; in a log a line each half minute, none of short work. The loss stays what it is."""
+    stream, seconds = io.StringIO(), itertools.count()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, 'stderr', stream)
+    monkeypatch.setattr('tqdm.std.time', lambda: next(seconds))  # a second or two for each
+    with progress(lambda model, batch: batch, number, 'heads') as counted:
+        assert [counted(None, own) for own in range(number)] == list(range(number))
+    assert least <= stream.getvalue().count('heads: ') <= most
 
 
 def test_grey_images():

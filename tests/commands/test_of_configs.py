@@ -133,7 +133,7 @@ def test_explore_and_maps(done, folder):
         (['report', '--mm', 'nowhere.py', 'a.pth'], "No such file or directory: 'nowhere.py'"),
         (['report', *MODELS_OF['learned_content'], '--images', 'nowhere'], 'nowhere'),
         (['report', *MODELS_OF['quadratic'], '--cfg-options', 'a=1', 'photo.jpg'], 'photo.jpg is no key=value'),
-        (['report', *MODELS_OF['quadratic'], '--cfg-options', 'model.backbone.type=Quad'], "type='Quad' is no model"),
+        (['report', *MODELS_OF['quadratic'], '--cfg-options', 'model.backbone.type=Quad'], 'Quad is not in the'),
         (['plot', *MODELS_OF['quadratic'], '--figure', 'heads', '--query', 8, 0], 'query=(8, 0) must be a row'),
         (['plot', '--figure', 'movement', *MODELS_OF['quadratic'], '--run', 'run'], '--run FOLDER and no model'),
         (['explore', *MODELS_OF['quadratic'], '--images', 'quadratic.pth'], 'quadratic.pth cannot be read as an image'),

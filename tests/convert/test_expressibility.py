@@ -32,7 +32,6 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
 
     nearly = gaussian_layer(2, SHIFTS, alpha=8)  # e^-8 goes to a neighbour
     assert 1e-5 < max(expressible_shifts(nearly, 3, (7, 7), queries='interior').residual) < 1e-3
-    assert expressible_shifts(nearly, 3, (7, 7), queries='interior', tolerance=1e-2).missing == []
 
 
 def test_center_is_row_then_column():
@@ -55,14 +54,14 @@ def test_faint_maps_count_like_strong_ones():
     assert expressible_shifts_of_maps(scaled, (1, 2), (3, 4)).missing == []
 
 
-@pytest.mark.parametrize('leak', [1e-3, 1e-9, 1e-12])
+@pytest.mark.parametrize('leak', [1e-3, 1e-5, 1e-7, 1e-12])
 def test_a_small_residual_is_exact(leak):
     """A hard head that gives a little to one far key: ‖S_δ − ⟨S_δ, P⟩P/‖P‖²‖ = leak·‖S_δ‖, not its root."""
     identity = torch.eye(30, dtype=torch.float64)
     probs = identity + leak * identity.roll(7, dims=1)
-    report = expressible_shifts_of_maps(probs[None], 1, (5, 6), tolerance=1e-10)
+    report = expressible_shifts_of_maps(probs[None], 1, (5, 6))
     assert report.residual == [pytest.approx(leak / math.hypot(1, leak), rel=1e-3)]
-    assert (report.missing == []) == (leak < 1e-10)
+    assert (report.missing == []) == (leak < 1e-6)
 
 
 def test_given_maps():
@@ -168,7 +167,6 @@ def test_attention_made_of_convolutions(options, interior, everywhere):
         ((nn.Linear(2, 2), 3, (5, 5)), TypeError, 'layer is a Linear'),
         ((ContentAttention(4, 2), 3, (5, 5)), ValueError, 'depend on the input'),
         ((gaussian_layer(2, SHIFTS), 3, (5, 5), 'some'), ValueError, "queries='some' is unknown"),
-        ((gaussian_layer(2, SHIFTS), 3, (5, 5), 'all', 0.0), ValueError, 'tolerance=0.0'),
         ((gaussian_layer(2, SHIFTS), 3, (0, 5)), ValueError, r'size=\(0, 5\)'),
         ((gaussian_layer(2, SHIFTS), (3, 0), (5, 5)), ValueError, r'kernel_size=\(3, 0\)'),
         ((gaussian_layer(2, SHIFTS), (3, 6), (5, 5), 'interior'), ValueError, 'no query with the whole window inside'),

@@ -122,11 +122,12 @@ def test_what_was_trained_meanwhile(kind):
     """A kernel that the class cannot have is refused, and the model stays as it was."""
     model, x = nn.Sequential(KINDS[kind]().double()), torch.randn(1, 4, 8, 9).double()
     convs_to_attention(model, '0')
-    nn.init.normal_(model[0].value.weight)
+    nn.init.normal_(model.eval()[0].value.weight).requires_grad_(False)
     attention, expected = model[0], model(x)
     if kind == 'Labelled':
         attention_to_convs(model)
         assert type(model[0]) is Labelled and relative_error(model(x), expected) < 1e-12
+        assert not model[0].training and not model[0].weight.requires_grad and model[0].bias.requires_grad
         return
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=f'1 of 1 layers are no convolution any more, of the class .* 0, a {kind}, is'):

@@ -25,7 +25,6 @@ def test_the_report_without_an_example():
     for layer in report.layers:
         attention = model.get_submodule(layer.name)
         assert layer.parameters_before == of_layer[layer.name] and layer.parameters_after == count(attention)
-        assert layer.report.num_heads == attention.num_heads and layer.report.drift is None
     assert report.layers[0].report == alone and alone.relative_error > 0.005
     lines = str(report).splitlines()
     assert lines[0].split() == ['layer', 'before', 'after', 'parameters']
@@ -35,23 +34,13 @@ def test_the_report_without_an_example():
 
 
 @pytest.mark.parametrize('arguments', [{}, dict(alpha=6.0), dict(content='additive', alpha=6.0, window_size=5)])
-def test_drifts(arguments):
+def test_drift(arguments):
     model, x = small_cnn().train(), torch.randn(2, 3, 12, 13, dtype=torch.float64)
     original = copy.deepcopy(model).eval()
     report = convs_to_attention(model, '*', inputs=x, **arguments)
     attention = copy.deepcopy(model).eval()
     assert report.drift == pytest.approx(relative_error(attention(x), original(x)).item(), rel=1e-6, abs=1e-12)
-    calls = {}
-    for name in CONVOLUTIONS:
-        original.get_submodule(name).register_forward_hook(
-            lambda module, inputs, output, name=name: calls.update({name: (inputs[0], output)})
-        )
-    original(x)
-    for layer in report.layers:
-        into, output = calls[layer.name]
-        expected = relative_error(attention.get_submodule(layer.name)(into), output).item()
-        assert layer.report.drift == pytest.approx(expected, rel=1e-6, abs=1e-12)
-        assert (layer.report.drift > 1e-4) == bool(arguments) or layer.name.endswith('conv2')
+    assert str(report).endswith(f'  drift {report.drift:.2g}')
 
 
 class Stateful(nn.Module):
@@ -67,7 +56,7 @@ class Stateful(nn.Module):
     def forward(self, x):
         self.calls += 1
         self.last = x.mean()
-        return {'features': [self.conv(x), self.conv(2 * x)], 'labels': torch.randint(9, (3,)), 'name': 'x'}
+        return {'features': [self.conv(x), self.conv(input=2 * x)], 'labels': torch.randint(9, (3,)), 'name': 'x'}
 
 
 def test_the_model_stays_as_it_was():
@@ -76,8 +65,7 @@ def test_the_model_stays_as_it_was():
     model[0].kept = model[0].conv(x)  # as some layers keep their outputs
     state, random = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
     report = convs_to_attention(model, '0.*', alpha=6.0, inputs=x)
-    assert 1e-3 < report.drift < 0.1 and report.layers[0].report.drift == pytest.approx(report.drift)  # of both calls
-    assert report.layers[1].report.drift is None and 'drift' not in str(report).splitlines()[2]
+    assert 1e-3 < report.drift < 0.1
     assert model.training and model[0].training and not model[1].training and model[0].last is None
     assert torch.equal(model[0].calls, state['0.calls'])
     assert model[0].conv.training and not any(module._forward_hooks for module in model.modules())
@@ -107,8 +95,7 @@ class Reader(nn.Module):
     'model, channels, error, message',
     [
         (Hidden(), 3, ValueError, 'conv is still called after attention has replaced it'),
-        # which convolution: from Python 3.10 on
-        (Reader(), 3, ValueError, "reads what (conv|a convolution) has and attention does not: .*'weight'"),
+        (Reader(), 3, AttributeError, "attention instead of a convolution has no 'weight', but value.weight"),
         (Reader(), 2, RuntimeError, 'channels'),
     ],
 )
@@ -143,22 +130,4 @@ class Choosing(nn.Module):
 def test_outputs_that_depend_on_values_have_no_drift(before, after):
     with pytest.warns(UserWarning, match='drift of the model is not known: .* no floating numbers, or other shapes'):
         report = convs_to_attention(Choosing(before, after), 'conv', inputs=torch.randn(1, 3, 8, 8), alpha=6.0)
-    assert report.drift is None and 1e-3 < report.layers[0].report.drift < 0.1
-    assert 'drift' in str(report).splitlines()[-2] and 'drift' not in str(report).splitlines()[-1]
-
-
-@pytest.mark.parametrize('x', [None, torch.randn(1, 3, 8, 8)])
-def test_a_layer_that_is_called_by_name(x):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            return self.conv(input=x)
-
-    model, image = Named(), torch.randn(2, 3, 8, 8)
-    expected = model(image)
-    report = convs_to_attention(model, 'conv', inputs=x)
-    assert relative_error(model(image), expected) < 1e-5
-    assert x is None or max(report.drift, report.layers[0].report.drift) < 1e-5
+    assert report.drift is None and 'drift' not in str(report)

@@ -75,7 +75,6 @@ def test_arguments_are_those_of_the_layer():
         dict(position='table'),
         dict(content='additive'),
         dict(content='gated', window_size=5),
-        dict(content='gated', position='table'),
     ],
 )
 def test_a_round_trip_is_exact(arguments):

@@ -93,9 +93,6 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             choose_head_dims(conv, **{'patch_size': 4, **options})
-    attention = PatchAttention(16, 9, GridBias(9, (3, 3)), head_dim=1)
-    with pytest.raises(ValueError, match=r'a head of 1 channels is too narrow for the patch at \(-1, 0\)'):
-        attend_like_convolution(attention, conv, 4, 40.0)
 
 
 @pytest.mark.parametrize('least, widths', [(1, (2, 8, 32)), (5, (5, 8, 32)), (1000, (32, 32, 32))])

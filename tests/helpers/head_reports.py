@@ -128,7 +128,7 @@ SCHEMA = dict(
     head='head center covariance entropy relative_entropy distance mass_3x3 mass_5x5 nearest_shift share '
     'kind degenerate criterion why prefix_mass',
     convolutions='kernel_size dilation stride padding_mode error interior_error',
-    spanned='kernel_size expressible missing residual error worst rank tolerance',
+    spanned='kernel_size expressible missing residual error worst rank',
 )
 SCHEMA = {part: set(names.split()) for part, names in SCHEMA.items()}
 

@@ -30,7 +30,7 @@ LAYERS = {
     'content_image': lambda: conv_to_mhsa(CONV, content='additive')[0],
     'content_image_near': lambda: conv_to_mhsa(CONV, content='gated', window_size=3)[0],
     'content_image_groups': lambda: conv_to_mhsa(
-        nn.Conv2d(4, 6, 3, padding=1, groups=2), content='gated', position='table'
+        nn.Conv2d(4, 6, 3, padding=1, groups=2), content='gated', window_size=3
     )[0],
     'converted_hard': lambda: conv_to_mhsa(CONV)[0],
     'converted_soft': lambda: conv_to_mhsa(CONV, position='table', alpha=2)[0],

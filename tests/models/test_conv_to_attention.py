@@ -159,7 +159,7 @@ def test_checkpoints_of_the_cnn(phase, tmp_path):
 
 
 def test_checkpoints_of_attention(tmp_path):
-    """They load into either phase, whatever was to be converted in the model, by ``init_cfg`` too."""
+    """They load into either phase of the same settings, and into convolutions whatever these were to become."""
     theirs, x = build(content='additive', alpha=6.0), images()
     theirs.to_attention()
     theirs.eval()
@@ -231,7 +231,7 @@ def test_batch_norms_of_several_processes(content, tmp_path):
         other.eval()  # new norms are in training mode
         with torch.no_grad():
             assert attention_names(other) and relative_error(other(x)[-1], expected) < 1e-4
-    with pytest.raises(TypeError, match=r'layers=\[\] must be a name'):
+    with pytest.raises(ValueError, match=r'layers=\[\] must be names, globs .* at least one'):
         model.to_attention()
     model.load_state_dict(build().state_dict())  # a CNN's
     assert model.phase == 'attn'

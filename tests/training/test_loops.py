@@ -659,7 +659,7 @@ def judge_on_a_rank(rank, half, folder):
     }
     judged = judged_by(batches)
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
-    return judged, found, torch.cat(judged.means['blocks.0.attn'].mean)
+    return dict(judged), found, torch.cat(judged.means['blocks.0.attn'].mean)
 
 
 def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
@@ -693,7 +693,7 @@ def test_any_score_of_heads(by):
     if by is last_first:
         assert judged == {'blocks.0.attn': [1, 2], 'blocks.1.attn': [2]}
         only = PruneHeads(batches=batches, by=by, threshold=0, layers=['blocks.1.*']).judge(model)
-        assert only.heads == {'blocks.1.attn': [2]} and only.reports['blocks.1.attn'].found[0].value == -1
+        assert only == {'blocks.1.attn': [2]} and only.reports['blocks.1.attn'].found[0].value == -1
 
 
 @pytest.mark.parametrize(

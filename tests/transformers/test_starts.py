@@ -170,12 +170,13 @@ def test_class_entries_stay(shared):
     assert len(shifts) == 1 or not shared
 
 
-def test_windows():
+@pytest.mark.parametrize('alpha', [1.0, 0.02])  # the second is wide: what a window hides would count
+def test_windows(alpha):
     """Swin's, also shifted ones: each attends among the patches of its window that are neighbours in the image."""
     window, height = 4, 12
     settings = dict(depth=None, window_size=window, embed_dim=16, depths=(2,), num_heads=(2,))
     model = small_vit('swin_tiny_patch4_window7_224', (height, height), **settings)
-    report = init_as_convolution(model, alpha=1.0)
+    report = init_as_convolution(model, alpha=alpha)
     assert [layer.grid for layer in report.layers] == [(4, 4)] * 2
     plain, shifted = attention_of(model, random_images(find_transformer(model))[:1])
     origin = torch.arange(height).reshape(3, window)  # rows of each window
@@ -185,7 +186,7 @@ def test_windows():
             for j in range(3):
                 region = torch.cartesian_prod(rows[i], rows[j])  # where in the image
                 for number, head in enumerate(layer.heads):
-                    wanted = gaussian(head.shift, 1.0, (window, window)).log()
+                    wanted = gaussian(head.shift, alpha, (window, window)).log()
                     together = ((region[:, None] - region[None]).abs() < window).all(-1)
                     wanted = wanted.masked_fill(~together, -torch.inf).softmax(-1)
                     assert torch.allclose(probs[i, j, number], wanted, atol=1e-6)

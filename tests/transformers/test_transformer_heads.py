@@ -547,11 +547,11 @@ class Sharded(torch.Tensor):
         (quantized, 'no parameters near it have entries of single heads'),
         (
             with_weight(lambda w: nn.Parameter(w.detach().as_subclass(Sharded))),
-            'its blocks.1.attn.qkv.weight is a Sharded of torch.float32, not a plain',
+            'blocks.1.attn.qkv.weight is a Sharded of torch.float32, not a plain',
         ),
         pytest.param(
             with_weight(lambda w: nn.Parameter(w.detach().to_sparse())),
-            'its blocks.1.attn.qkv.weight is a Parameter of torch.float32, not a plain',
+            'blocks.1.attn.qkv.weight is a Parameter of torch.float32, not a plain',
             marks=pytest.mark.skipif(OLD_TORCH, reason='it has no linear map with sparse weights'),
         ),
     ],

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import gaussian_blur
 
 from attncnn_plugin.analysis import mean_attention
-from attncnn_plugin.analysis.shift_statistics import ShiftMaps, nearest_shifts, shift_shares
+from attncnn_plugin.analysis.shift_statistics import ShiftMaps, nearest_shifts
 
 from . import plugins  # noqa: F401
 from .configs import build
@@ -70,7 +70,7 @@ def share_at_shift(config: Config) -> Optional[float]:
     model = build(config)
     model.init_weights()
     first = ShiftMaps(next(iter(mean_attention(model, _inputs(config, model)).values())))
-    return float(np.mean([share for _, share in nearest_shifts(first, shift_shares(first))]))
+    return float(np.mean([share for _, share in nearest_shifts(first)]))
 
 
 def attention_moved(config: Config, before: nn.Module, after: nn.Module) -> float:
