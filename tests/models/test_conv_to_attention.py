@@ -250,7 +250,7 @@ class Transposed(nn.Module):
     [
         (dict(backbone='ResNet'), TypeError, 'cfg should be a dict, ConfigDict or Config, but got'),
         (dict(phase='attention'), ValueError, "phase='attention' is unknown: choose one of"),
-        (dict(layers='layer5.*'), ValueError, r"layers='layer5.\*' matches none of the 53 convolutions"),
+        (dict(layers='layer5.*'), ValueError, r"layers='layer5.\*' matches none of the convolutions"),
         (dict(content='both'), ValueError, "layer4.0.conv2 cannot be converted: content='both' is"),
         (dict(alhpa=6), TypeError, 'ConvToAttention has no argument alhpa'),
         (dict(backbone=dict(type='CMHSA', phase='conv'), layers='*'), ValueError, 'CMHSA turns to attention by itself'),
