@@ -18,7 +18,8 @@ from .convert.models import apply, in_words
 from .convert.pixels import check_settings, new_attention
 from .heads.sizes import RECORD, FewerHeads, note_in_configs
 
-HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema'  # of a state dict, in a checkpoint
+# Of a state dict, in a checkpoint.
+HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema', 'model_ema'
 WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
 
 

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
 from timm.utils import unwrap_model
@@ -191,7 +191,7 @@ def _seen_on_images(
     """Returns the layers that run on images, in this order, with their grids, and means by name and part."""
     seen: Dict[str, Tuple[Any, Any]] = {}
     sums: Dict[Tuple[str, str], Any] = {}
-    windows: Set[str] = set()
+    windows: Dict[str, bool] = {}
     others: Dict[str, Tuple[int, ...]] = {}
 
     def add(name: str, part: str, **values: Tensor) -> None:
@@ -210,8 +210,7 @@ def _seen_on_images(
         if 'all' not in parts or not are_between_patches(name, probs, places):
             others[name] = tuple(probs.shape)
             return
-        if places.are_windows:
-            windows.add(name)
+        windows[name] = places.are_windows
         for grid, values in maps_between_patches(probs, places):
             seen[name] = None, grid
             add(name, 'all', **values)
@@ -227,7 +226,7 @@ def _seen_on_images(
     for (name, part), own in sums.items():
         (layer, grid), count = seen[name], own.pop('count')
         values: Dict[str, Any] = {field: (value / count).cpu() for field, value in own.items()}
-        values.update(window=getattr(layer, 'window', None), in_windows=name in windows)
+        values.update(window=getattr(layer, 'window', None), in_windows=windows.get(name, False))
         means[name, part] = MeanAttention(grid=grid, num_images=number, **values)
     return seen, means
 

@@ -28,7 +28,7 @@ def run(args: Namespace) -> List[str]:
         print(change)
     write_checkpoint(args.out, model.state_dict(), loaded.meta)
     return [
-        f'{sum(len(change.layers) for change in changes) or len(parts)} layers are attention now',
+        f'Layers that are attention now: {sum(len(change.layers) for change in changes) or len(parts)}',
         f'Saved {args.out}',
         'Next: train it; a model as before takes it by attncnn_plugin.follow_state_dict'
         + (', a config by load_from' if args.mm else ''),

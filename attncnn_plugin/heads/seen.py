@@ -289,7 +289,8 @@ class Attention:
     def numbered(self, output: Tensor) -> Tensor:
         """Returns a number for each entry of an output, in that order, in its shape."""
         shape = [output.shape[axis] for axis in self.order]
-        numbers = torch.arange(output.numel(), device=output.device).view(shape)
+        dtype = torch.int32 if output.numel() < 2**31 else torch.int64
+        numbers = torch.arange(output.numel(), dtype=dtype, device=output.device).view(shape)
         return numbers.permute([self.order.index(axis) for axis in range(output.ndim)])
 
     def joined(self, numbers: Tensor) -> Optional[Tensor]:
@@ -305,7 +306,7 @@ class Attention:
             return None
         rows = entries[:, heads] // channels
         rows = rows[rows[:, 0] % queries == rows[0, 0] % queries] // queries
-        return rows[rows.amin(1).argsort()] if rows.numel() == number else None
+        return rows[rows.amin(1).argsort()].long() if rows.numel() == number else None
 
     @property
     def num_heads(self) -> int:

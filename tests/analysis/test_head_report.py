@@ -24,7 +24,7 @@ from attncnn_plugin.analysis import (
     mean_attention,
 )
 from attncnn_plugin.analysis.report import layer_report
-from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
+from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments, nearest_shifts
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention, WindowImageAttention
 from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, expressible, expressible_shifts
@@ -204,6 +204,15 @@ def test_the_smaller_kernel_is_named_where_the_larger_one_is_hardly_nearer():
         report = report_of(hard_layer(centers, alpha**0.5), (9, 9))
         small, large = (entry.error for entry in report.convolutions)
         assert report.best.kernel_size == kernel_size and large < small and (small - large < 0.01) is (alpha == 12)
+
+
+def test_of_shifts_that_get_equally_much_the_one_of_all_queries():
+    """Inside the grid half of the attention goes right, half down; at its border all of it goes down."""
+    right, down = shift_operators([(0, 1), (1, 0)], (8, 8), 'replicate')
+    inside = torch.zeros(8, 8, dtype=torch.bool)
+    inside[2:-2, 2:-2] = True
+    maps = torch.where(inside.flatten()[:, None], (right + down) / 2, down)
+    assert nearest_shifts(ShiftMaps(MeanAttention(maps[None], (8, 8)))) == [((1, 0), 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,18 @@ def test_reported_errors_are_reached(alpha, options):
     assert others[:, 0].max() <= report.deviation
 
 
+@pytest.mark.parametrize('alpha', [0.5, 6.0])
+def test_reported_errors_with_a_gate(alpha):
+    """What a head gives by content is lost: its own pixel has the gate's share of the probability by position."""
+    conv = nn.Conv2d(2, 4, 3, padding=1, bias=False, dtype=torch.float64)
+    attention, report = conv_to_mhsa(conv, alpha=alpha, content='gated')
+    probs, shifts = eq_9(conv, (31, 31), alpha)
+    shifts, probs = shifts[:, 480], probs[:, 480] * attention.gate[0].sigmoid()  # of the pixel in the middle
+    assert ((1 - probs) * shifts).sum(-1).max().item() == pytest.approx(report.deviation, rel=1e-6)
+    difference = (probs - shifts).T @ conv.weight.flatten(2).flatten(0, 1).T  # of the kernels, as large as the image
+    assert (difference.norm() / conv.weight.norm()).item() == pytest.approx(report.relative_error, rel=1e-6)
+
+
 def test_soft_heads_learn_where_to_look_and_hard_ones_do_not():
     conv = nn.Conv2d(2, 2, 3, padding=1)
     x = torch.randn(1, 2, 8, 8)

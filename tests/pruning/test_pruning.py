@@ -474,6 +474,7 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     'wrap',
     [
         lambda state: dict(meta={}, state_dict=state),
+        lambda state: dict(epoch=3, model_ema=state),
         lambda state: {f'module.{name}': value for name, value in state.items()},
     ],
 )
