@@ -153,10 +153,10 @@ def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: It
     """
     held: List[Any] = [own for _, _, own, _ in held_by(optimizers)]
     held += [vars(own) for own in held if hasattr(own, 'param_groups')]
-    tensors: List[Any] = []
-    for module in {module for model in models for module in model.modules()}:
-        held += [vars(module), *vars(module).values()]
-        tensors += [own for _, own in (*module.named_parameters('', False), *module.named_buffers('', False))]
+    modules = {module for model in models for module in model.modules()}
+    held += [own for module in modules for own in (vars(module), *vars(module).values())]
+    of_modules = [(*module._parameters.values(), *module._buffers.values()) for module in modules]
+    tensors: List[Any] = [own for some in of_modules for own in some if own is not None]
     data = [(own, type(own), own.data, own.grad) for own in tensors if is_lazy(own) or is_plain(own)]
     before = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in held if isinstance(own, (dict, list))]
     entries = [(own, own.detach().clone()) for own in values]
