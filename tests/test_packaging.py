@@ -140,7 +140,7 @@ def test_commands_of_the_documentation(environment, wheel, tmp_path, repository)
     for page in [*repository.glob('*.md'), *repository.glob('docs/**/*.md')]:
         for block in re.findall(r'^```bash$\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL):
             for line in re.findall('^attncnn (.*)$', block.replace('\\\n', ' '), re.MULTILINE):
-                if not re.search('configs/|runs |CONFIG|attncnn_plugin/', line):
+                if not re.search('configs/|runs |work_dirs|CONFIG|attncnn_plugin/', line):
                     offline = line if '_small ' in line else re.sub('--pretrained|--checkpoint vit.pth', '', line)
                     lines.append(shlex.split(offline))
     if importlib.util.find_spec('transformers') is None:

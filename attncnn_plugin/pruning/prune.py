@@ -305,7 +305,10 @@ def _hint(layer: Heads, gone: Sequence[int], home: nn.Module) -> str:
             if len(shared) < layer.num_heads and 0 < len({*shared} & {*gone}) < len(shared):
                 return f'heads {shared} share entries of {name}: remove all of them or none'
     computed = [name for name, own in home.named_modules() if own._forward_pre_hooks or is_parametrized(own)]
-    return f'something computes the weights of {computed[0]} as it runs: remove it first' if computed else ''
+    if not computed:
+        return ''
+    what = f'{computed[0] or "the layer"} has a parametrization or a hook, which may compute its weights as it runs'
+    return f'{what}: remove that first'
 
 
 def computed(

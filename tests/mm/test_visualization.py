@@ -22,13 +22,10 @@ LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
 
 @HOOKS.register_module()
 class Witness(Hook):
-    """Keeps the state of the random numbers and the modes of the modules, one in evaluation, at every iteration."""
+    """Keeps the state of the random numbers and the modes of the modules at every iteration."""
 
     priority = 'LOWEST'
     seen = []
-
-    def before_train_epoch(self, runner):
-        runner.model.backbone.stem.eval()
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         numbers = torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(), random.getstate()[1]
@@ -53,10 +50,10 @@ def test_the_training_does_not_notice_it(repository, tmp_path, name):
     for hooks in ([], [dict(HOOK, interval=1)]):
         Witness.seen = []
         config = config_of(repository, tmp_path / str(len(hooks)), name, [*hooks, dict(type='Witness')])
-        # Augmentation that draws from numpy, and dropout that draws from torch.
+        # Augmentation that draws from numpy, dropout that draws from torch, and a stage in evaluation mode.
         config.train_pipeline.insert(1, dict(type='RandomFlip', prob=0.5))
         config.train_dataloader.dataset.pipeline = config.val_dataloader.dataset.pipeline = config.train_pipeline
-        config.model.backbone.update(drop_rate=0.1)
+        config.model.backbone.update(frozen_stages=1, drop_rate=0.1)
         runner, _ = run(config)
         weights.append(runner.model.state_dict())
         seen.append(Witness.seen)

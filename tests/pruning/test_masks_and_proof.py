@@ -455,7 +455,7 @@ def shared_keys():
             {0: [1]},
             r'heads \[0, 1\] share entries of .*: remove all',
         ),
-        (normed, TOKENS.repeat(1, 1, 3)[..., :32], {'': [0]}, 'computes the weights of proj'),
+        (normed, TOKENS.repeat(1, 1, 3)[..., :32], {'': [0]}, 'proj has a parametrization or a hook'),
     ],
 )
 def test_what_stands_in_the_way(build, inputs, heads, message):
