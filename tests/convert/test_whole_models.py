@@ -68,6 +68,7 @@ def test_converted_everywhere(name):
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in original.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'layers, arguments', [('layer3*', dict(content='additive')), ('layer*', dict(content='gated', window_size=7))]
 )

@@ -201,9 +201,8 @@ def test_gradient_accumulation(repository, tmp_path):
     assert 'the gradient of some iterations is lost' in log_of(tmp_path)  # mmengine says so
 
 
-@pytest.mark.parametrize(
-    'kind, layers', [('CMHSA', 1), *(pytest.param(*own, marks=pytest.mark.slow) for own in (('CMHSA', 2), ('CNN', 0)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('kind, layers', [('CMHSA', 1), ('CMHSA', 2), ('CNN', 0)])
 def test_compiled_training(kind, layers, repository, tmp_path):
     """Each phase compiles its own optimizer, twice where learning rates change."""
 
