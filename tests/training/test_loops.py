@@ -252,7 +252,7 @@ def on_a_rank(rank, function, folder):
 def on_two_ranks(function, folder):
     """What a function of the rank, its half of the images and a folder returns on each of two ranks."""
     (folder / 'meeting').unlink(missing_ok=True)
-    torch.multiprocessing.start_processes(on_a_rank, (function, folder), nprocs=2, start_method='fork')
+    torch.multiprocessing.start_processes(on_a_rank, (function, folder), nprocs=2, start_method='spawn')
     return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
 
 
@@ -281,6 +281,7 @@ def train_a_rank(rank, half, folder, killed_in=None):
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_training(tmp_path):
     """The ranks stay equal, and do what one process does with the batches of both."""
     one, other = on_two_ranks(train_a_rank, tmp_path)
@@ -662,6 +663,7 @@ def judge_on_a_rank(rank, half, folder):
     return dict(judged), found, torch.cat(judged.means['blocks.0.attn'].mean)
 
 
+@pytest.mark.slow
 def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
     one, other = on_two_ranks(judge_on_a_rank, tmp_path)
     judged = judged_by([(IMAGES, LABELS)])
@@ -728,6 +730,7 @@ def prune_with_a_mistake_on_a_rank(rank, half, folder):
     return [*found, str(raised.value)]
 
 
+@pytest.mark.slow
 def test_a_mistake_on_one_rank_ends_all(tmp_path):
     one, other = on_two_ranks(prune_with_a_mistake_on_a_rank, tmp_path)
     messages = 'there were no images', 'label 16 is none of the 10 classes', 'Q of a Lists has several tensors'
