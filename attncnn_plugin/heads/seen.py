@@ -300,7 +300,7 @@ class Attention:
         entries = numbers.flatten(0, -2)
         first = entries[0].tolist()  # of one query, for all heads and channels
         batch = [entry // channels // queries for entry in first]
-        heads = [place for place, own in enumerate(batch) if own not in batch[:place]]
+        heads = sorted({own: place for place, own in reversed([*enumerate(batch)])}.values())  # the first entry of each
         is_one_query = len({entry // channels % queries for entry in first}) == 1
         if not is_one_query or len(heads) == 1 or channels > 1 and len({entry % channels for entry in first}) == 1:
             return None
@@ -475,8 +475,7 @@ class FunctionsSeen(TorchFunctionMode):
         weights = [own for own in tensors if own in self.weights]
         followed = [own for own in tensors if own in self.outputs and self.outputs[own][0] in self.open]
         if followed:
-            alone = all(own in self.outputs for own in tensors if own.is_floating_point())
-            self.follow(followed, alone, func, args, kwargs, output)
+            self.follow(followed, [own for own in tensors if own.is_floating_point()], func, args, kwargs, output)
         attention = None
         if func in PRODUCTS and len(weights) == 1:
             return self.multiply(tensors[::-1] if func in TURNED else tensors, weights[0], output)
@@ -642,12 +641,15 @@ class FunctionsSeen(TorchFunctionMode):
         self.outputs[output] = attention, attention.numbered(output)
         return attention
 
-    def follow(self, tensors: Sequence[Tensor], alone: bool, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def follow(
+        self, tensors: Sequence[Tensor], floats: Sequence[Tensor], func: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
         """Follows the entries of an output, by their numbers, up to where heads and channels are joined."""
         attention, numbers = self.outputs[tensors[0]]
         channels, moved = attention.sizes['d'], None
-        if alone and func.__name__.rstrip('_') in MOVES - {'max', 'amax'} or func.__name__ == '__getitem__':
-            others = {id(own): self.outputs[own][1] for own in tensors if self.outputs[own][0] is attention}
+        others = {id(own): self.outputs[own][1] for own in tensors if self.outputs[own][0] is attention}
+        is_move = not {func.__name__, func.__name__.rstrip('_')}.isdisjoint(MOVES - {'max', 'amax'})
+        if is_move and all(id(own) in others for own in floats):  # nothing of other tensors, or of other attention
             with suppress(RuntimeError, TypeError, ValueError, IndexError):
                 moved = func(*replaced(args, others), **kwargs)
         elif func is torch.einsum:

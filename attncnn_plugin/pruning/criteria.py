@@ -32,7 +32,8 @@ class DegenerateHead:
         criterion (str): Name of the criterion.
         value (float): The value compared with the threshold.
         reason (str): Value and threshold in words.
-        duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to.
+        duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to, see
+            :func:`~attncnn_plugin.pruning.means.merge_duplicate`.
     """
 
     head: int

@@ -187,6 +187,13 @@ def test_heads_that_no_view_joins(function):
     close(probs, softmax_of(scores()))
 
 
+def test_a_loop_over_heads():
+    """Each run is attention of one head, whatever joins the outputs of several."""
+    loop = lambda q, k, v: torch.cat([scores(q, k)[:, head].softmax(-1) @ v[:, head] for head in range(3)], -1)  # noqa: E731
+    for (name, probs), expected in zip(seen(loop, Q, K, V), softmax_of(scores()).split(1, 1)):
+        close(probs, expected)
+
+
 @pytest.mark.parametrize('summed', [True, False])
 def test_heads_behind_frames(summed):
     """Of ``(B, T, N_h, N, D_h)`` the third axis is heads where they are summed; a guess says that it is one."""
