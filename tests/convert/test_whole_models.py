@@ -30,11 +30,8 @@ def of_mmpretrain(**config):
 MODELS = {
     'test_resnet': of_timm('test_resnet'),
     'test_convnext': of_timm('test_convnext'),
-    'resnet50': of_timm('resnet50'),
-    'convnext_atto': of_timm('convnext_atto'),
     'mobilenetv3_small_050': of_timm('mobilenetv3_small_050'),
     'regnetx_002': of_timm('regnetx_002'),
-    'efficientnet_b0': of_timm('efficientnet_b0'),
     'tf_efficientnet_b0': of_timm('tf_efficientnet_b0'),
     'densenet121': of_timm('densenet121'),
     'resnetv2_50 (standardized)': of_timm('resnetv2_50'),

@@ -77,15 +77,6 @@ def test_change_of_the_transition():
     optimizer.step()
 
 
-def test_without_the_null_key_the_border_moves():
-    """As in L21, whose attention is unmodified."""
-    model = trained_like(small_cmhsa('conv', null_key=False, attn_bias_init=40.0)).eval()
-    x = torch.randn(1, 3, 16, 16)
-    before = model.forward_features(x)
-    model.to_attention()
-    assert relative_error(model.forward_features(x), before) > 1e-2
-
-
 @pytest.mark.parametrize('channels, kernel_size, patch_size', [(3, 5, 4), (1, 3, 2), (2, 4, 3)])
 def test_convolution_of_patches(channels, kernel_size, patch_size):
     """That of the image, and its gradients, whatever the layout in memory."""

@@ -6,7 +6,7 @@ import math
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, not_small, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, not_small, output_of, own_attention, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.models.swin_transformer import WindowAttention
@@ -16,27 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import head_report, mean_attention
-from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.pruning import prunable_heads
 from attncnn_plugin.pruning.degenerate import observed_attention
 
 UNSEEN = 'VisionTransformer', 'DeiT3'  # whose dropout is no module
 VIT, SWIN = 'vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'
-
-
-def own_attention(model, images):
-    """The probabilities that go through each module's ``attn_drop`` where the library has no fused kernel."""
-    found, handles = {}, []
-    for name, layer in model.named_modules():
-        if isinstance(getattr(layer, 'attn_drop', None), nn.Module):
-            fused, layer.fused_attn = getattr(layer, 'fused_attn', None), False
-            keep = lambda _, args, name=name: found.update({name: args[0]})  # noqa: E731
-            handles.append((layer.attn_drop.register_forward_pre_hook(keep), layer, fused))
-    with torch.no_grad():
-        output_of(model, images)
-    for handle, layer, fused in handles:
-        handle.remove()
-        layer.fused_attn = fused
-    return found
 
 
 def own_windows(block, grid):
@@ -172,17 +156,6 @@ def test_padding_of_windows_is_left_out():
     assert maps.prefix_mass.item() == pytest.approx(1 - inside, abs=1e-6)
 
 
-@pytest.mark.parametrize('name', [VIT, SWIN])
-def test_pruned_heads(name):
-    """Layers have maps of the heads that are left; the others are as they are."""
-    model, images = small_vit(name), torch.randn(2, 3, 32, 32)
-    first, second, *others = layers = list(prunable_heads(model))
-    prune_heads(model, {first: [0, 2], second: [1]})
-    maps, left = mean_attention(model, images), [1, 2] + [3] * len(others)
-    assert list(maps) == layers and [len(own.probs) for own in maps.values()] == left
-    assert [report.num_heads for report in head_report(model, images).layers] == left
-
-
 @pytest.mark.parametrize('name', [VIT, 'sa_learned_content_cifar'])
 def test_compiled_models(name):
     """That have run on such images already."""
@@ -214,8 +187,6 @@ def test_models_in_half_precision(name, dtype):
 
 
 def test_what_cannot_be_shown():
-    with pytest.raises(ValueError, match='no attention of a ResNet was seen for these inputs'):
-        mean_attention(timm.create_model('resnet18'), torch.randn(1, 3, 32, 32))
     with pytest.raises(ValueError, match=r'no .* is between all patches of a grid, .*: its shapes are blocks.0.attn '):
         mean_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
     with pytest.raises(ValueError, match='inputs=<Tensor of shape .*> are none, but at least one is needed'):
@@ -224,17 +195,6 @@ def test_what_cannot_be_shown():
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
         mean_attention(model, torch.randn(1, 3, 32, 32))
-
-
-def test_layers_that_run_twice():
-    """Each time is attention of its own."""
-    model, images = small_vit(VIT, depth=1), torch.randn(2, 3, 32, 32)
-    first = mean_attention(model, images)['blocks.0.attn']
-    model.blocks.append(model.blocks[0])
-    maps = mean_attention(model, images)
-    assert list(maps) == ['blocks.0.attn', 'blocks.0.attn#2']
-    assert torch.equal(maps['blocks.0.attn'].probs, first.probs)
-    assert not torch.equal(maps['blocks.0.attn#2'].probs, first.probs)
 
 
 class LargestTensor(TorchDispatchMode):
