@@ -258,6 +258,9 @@ def test_state_dicts_carry_the_null_key():
     """Off from scratch, as it is in the state dict that is loaded, also for another size of the image."""
     assert not small_cmhsa('attn').blocks[0].attn.position.null_key
     for saved in (True, False):
+        converted = small_cmhsa('conv', null_key=saved)
+        converted.to_attention()
+        assert converted.blocks[0].attn.position.null_key == saved  # without it, as L21's, the border moves
         model = trained_like(small_cmhsa('attn', null_key=saved)).eval()
         for phase, null_key, size in (('conv', None, 16), ('conv', not saved, 16), ('attn', not saved, 24)):
             loaded = small_cmhsa(phase, null_key=null_key, img_size=size).eval()
