@@ -75,18 +75,6 @@ def test_probabilities_of_a_function(qk_scale):
     torch.testing.assert_close((probs @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
 
 
-def test_heads_that_share_keys():
-    name = 'vit_base_patch16_sapiens2'
-    if not timm.is_model(name):
-        pytest.skip(f'timm {timm.__version__} has no such model')
-    settings = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=6, num_kv_heads=(6, 2), num_classes=0)
-    model, images = not_small(timm.create_model(name, **settings)).double(), torch.randn(2, 3, 32, 32).double()
-    expected, found = own_attention(model, images), attention_maps(model, images)
-    assert len(expected) == 2
-    for layer, probs in expected.items():
-        torch.testing.assert_close(found[layer], probs, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize('kind', ['float', 'bool', 'causal'])
 def test_masks(kind):
     attention = small_vit(VIT).double().blocks[0].attn

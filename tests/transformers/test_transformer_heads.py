@@ -95,9 +95,14 @@ def test_removed_heads_are_heads_at_zero(name, fused):
     assert torch.equal(output_of(model, images), pruned)  # no copy computes with the modules of the other
 
 
-@pytest.mark.parametrize(
-    'name', [name for name in VITS if name != 'SwinTransformerV2']
-)  # strict loading refuses its own
+@pytest.mark.parametrize(  # test_supported.py has the others
+    'name',
+    [
+        *(VIT, BEIT, SWIN, 'vit_relpos_small_patch16_224', 'eva02_base_patch14_224', 'swinv2_tiny_window8_256'),
+        *('deit_tiny_distilled_patch16_224', 'vit_small_patch16_rope_224', 'BEiTViT'),
+        *('transformers.ViT', 'transformers.Swin', 'torchvision.VisionTransformer'),
+    ],
+)
 def test_state_dict_carries_the_heads(name):
     """A fresh model takes them, and all too; an optimizer that was built before holds its parameters."""
     model, images = pruned_vit(name), torch.randn(2, 3, SIZE, SIZE)
