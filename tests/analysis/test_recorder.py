@@ -21,7 +21,6 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.heads.seen import watching
-from attncnn_plugin.pruning import prune_heads
 
 IMAGES = 2, 3, SIZE, SIZE
 FUSED = ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_small_patch16_dinov3']
@@ -86,50 +85,6 @@ def test_torchvision_says_the_same(dtype):
         layer = model.get_submodule(name)
         expected = layer(*[inputs[name]] * 3, need_weights=True, average_attn_weights=False)[1]
         torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize('batch_first', [True, False])
-def test_encoder_layers_of_torch(batch_first):
-    """Any model of nn.MultiheadAttention, with masks: here a stack of nn.TransformerEncoderLayer."""
-    layer = nn.TransformerEncoderLayer(24, 3, 24, batch_first=batch_first, dtype=torch.float64)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 24).double()
-    x = x if batch_first else x.transpose(0, 1)
-    hidden, lost = torch.ones(5, 5).triu(1).bool(), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    with AttentionRecorder(model) as recorder:
-        model(x, mask=hidden, src_key_padding_mask=lost)
-    first = model.layers[0].self_attn
-    expected = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
-    (maps,) = recorder.passes
-    torch.testing.assert_close(maps['layers.0.self_attn'], expected, rtol=1e-12, atol=1e-14)
-    prune_heads(model, {'layers.0.self_attn': [1]}, x)
-    left = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
-    torch.testing.assert_close(left, expected[:, [0, 2]], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ('settings', 'others'),
-    [
-        ({}, lambda x: (x[:, :3],) * 2),
-        ({}, lambda x: (x + 1, x)),  # values do not count
-        (dict(kdim=8, vdim=8), lambda x: (x[..., :8],) * 2),
-        (dict(add_zero_attn=True), lambda x: (x, x)),
-        (dict(add_bias_kv=True), lambda x: (x, x)),
-        (dict(batch_first=False), lambda x: (x[:3],) * 2),
-        ({}, lambda x: (x[:, 0], x[:, 0])),  # unbatched
-    ],
-)
-def test_attention_to_any_tokens(settings, others):
-    """``need_weights``, and without it, where the kernel is fused."""
-    attention = nn.MultiheadAttention(24, 3, **{'batch_first': True, **settings}).double()
-    x = torch.randn(2, 5, 24).double()
-    keys, values = others(x)
-    query = x if keys.ndim == 3 else x[0]
-    with AttentionRecorder(attention) as recorder:
-        expected = attention(query, keys, values, average_attn_weights=False)[1]
-        attention(query, keys, values, need_weights=False)
-    for maps in recorder.passes:
-        torch.testing.assert_close(maps[''], expected.view(-1, *expected.shape[-3:]), rtol=1e-12, atol=1e-14)
-    assert len(recorder.passes) == 2
 
 
 @pytest.mark.parametrize('name', ['torchvision.SwinTransformer', 'torchvision.SwinTransformerV2'])

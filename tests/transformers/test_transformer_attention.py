@@ -1,6 +1,5 @@
 """The attention of other libraries' transformers: that which they compute, where their windows are."""
 
-import inspect
 import math
 
 import pytest
@@ -62,35 +61,6 @@ def test_probabilities_are_those_of_the_library(name):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize('qk_scale', [None, 0.1])
-@torch.no_grad()
-def test_probabilities_of_a_function(qk_scale):
-    """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
-    utils = pytest.importorskip('mmpretrain.models.utils')
-    layer = utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval()
-    x, inputs = torch.randn(2, 7, 24, dtype=torch.float64), []
-    layer.proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    probs = attention_maps(layer, x)['']
-    value = layer.qkv(x).unflatten(2, (3, 3, 8))[:, :, 2].transpose(1, 2)
-    torch.testing.assert_close((probs @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize('kind', ['float', 'bool', 'causal'])
-def test_masks(kind):
-    attention = small_vit(VIT).double().blocks[0].attn
-    if kind != 'float' and 'is_causal' not in inspect.signature(type(attention).forward).parameters:
-        pytest.skip(f'timm {timm.__version__} adds bools to the scores')
-    seen = torch.ones(5, 5, dtype=torch.bool).tril() if kind == 'causal' else torch.rand(5, 5) > 0.4
-    seen.fill_diagonal_(True)
-    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
-    settings, x, found = {'is_causal': True} if kind == 'causal' else {'attn_mask': mask}, torch.randn(2, 5, 24), []
-    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    for attention.fused_attn in (False, True):
-        maps = attention_maps(attention, x, call=lambda model, x: model(x.double(), **settings))['']
-        torch.testing.assert_close(maps, found[0], rtol=1e-12, atol=1e-13)
-        assert not maps[..., ~seen].any()
-
-
 @given(rows=st.integers(2, 9), columns=st.integers(2, 9), window=st.integers(2, 4))
 @pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
 def test_windows(kind, rows, columns, window):
@@ -114,19 +84,13 @@ def test_windows(kind, rows, columns, window):
         torch.testing.assert_close(maps[layer], whole)
 
 
-@pytest.mark.parametrize('name', ['of a block of its own', 'mobilevit_xxs'])
-def test_windows_of_other_blocks(name):
-    """Attention of timm's Swin in another block, and the same pixel of all patches, as in MobileViT."""
-    numbers = torch.arange(1, 65)
-    if name == 'mobilevit_xxs':
-        model, size = timm.create_model(name).double().eval(), 64
-        windows = numbers.view(4, 2, 4, 2).permute(1, 3, 0, 2).reshape(-1, 16)
-    else:
-        cut = nn.Sequential(nn.Unflatten(3, (2, 4)), nn.Unflatten(2, (2, 4)))  # (B, D, 2, 4, 2, 4)
-        model, size = nn.Sequential(nn.Conv2d(3, 24, 4, 4), cut, WindowAttention(24, 3, window_size=(4, 4))), 32
-        cut.register_forward_hook(lambda _, args, x: x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2))
-        model, windows = not_small(model).double(), numbers.view(2, 4, 2, 4).transpose(1, 2).reshape(-1, 16)
-    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+def test_windows_of_other_blocks():
+    """Attention of timm's Swin in a block of one's own."""
+    cut = nn.Sequential(nn.Unflatten(3, (2, 4)), nn.Unflatten(2, (2, 4)))  # (B, D, 2, 4, 2, 4)
+    model = nn.Sequential(nn.Conv2d(3, 24, 4, 4), cut, WindowAttention(24, 3, window_size=(4, 4)))
+    cut.register_forward_hook(lambda _, args, x: x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2))
+    model, windows = not_small(model).double(), torch.arange(1, 65).view(2, 4, 2, 4).transpose(1, 2).reshape(-1, 16)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     layer, probs = next(iter(own_attention(model, images).items()))
     expected = on_grid(probs, windows, 64)
     torch.testing.assert_close(attention_maps(model, images)[layer], expected, rtol=1e-12, atol=1e-13)
