@@ -133,7 +133,8 @@ def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
     expected = mean_attention(model, images)
-    for name, own in mean_attention(model.to(dtype), images).items():
+    assert {probs.dtype for probs in attention_maps(model.to(dtype), images).values()} == {torch.float32}
+    for name, own in mean_attention(model, images).items():
         assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
