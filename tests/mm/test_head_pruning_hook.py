@@ -17,7 +17,6 @@ from helpers.digits import (
 )
 from helpers.small import SMALL_ARCH, save_degenerate
 from mmengine.hooks import Hook
-from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.runner import Runner
 
 from attncnn_plugin.pruning import prunable_heads
@@ -218,27 +217,6 @@ def test_gradient_accumulation(repository, tmp_path, start):
     run(config, Gradients())
 
 
-@pytest.mark.slow
-def test_mixed_precision(repository, tmp_path, monkeypatch):
-    """Through a transition, whose second phase inherits it, and a pruning, which keeps the optimizer's state."""
-    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)  # it asks for a GPU
-    mixed = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
-
-    def config(folder, **changes):
-        config = small_config(repository, tmp_path / folder, **mixed, **changes)
-        config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[CHANGE + 1], keep=11))
-        return config
-
-    runner, recorder = run(config('whole'))
-    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper' and recorder.phases[-1] == 'attn'
-    assert sum(recorder.heads[CHANGE * ITERATIONS]) > 11 == sum(recorder.heads[-1])
-    for parameter, state in runner.optim_wrapper.optimizer.state.items():
-        assert state['exp_avg'].shape == parameter.shape and state['step'] == (EPOCHS - CHANGE) * ITERATIONS
-    for epoch in (CHANGE + 1, CHANGE + 2):
-        resume = dict(resume=True, load_from=str(tmp_path / f'whole/epoch_{epoch}.pth'))
-        assert_close(run(config('again', **resume))[0].model.state_dict(), runner.model.state_dict())
-
-
 class Degenerate(Hook):
     """After the transition the second head is uniform, the third looks as the first."""
 
@@ -252,12 +230,12 @@ class Degenerate(Hook):
                 encoding.center[2] = encoding.center[0]
 
 
-def cnn(repository, work_dir, content=None, keep=None, **changes):
+def cnn(repository, work_dir, **changes):
     """A CNN that becomes attention, and loses heads an epoch later."""
-    changes = {'model.backbone.content': content, 'log_level': 'INFO', **changes}
+    changes = {'model.backbone.content': None, 'log_level': 'INFO', **changes}
     config = small_config(repository, work_dir, 'resnet18_to_attention_digits', **changes)
     config.optim_wrapper.paramwise_cfg.custom_keys['encoding'] = dict(lr_mult=0.0, decay_mult=0.0)
-    hook = dict(type='HeadPruningHook', epochs=[CHANGE + 1], criteria=['uniform', 'duplicate'], keep=keep)
+    hook = dict(type='HeadPruningHook', epochs=[CHANGE + 1], criteria=['uniform', 'duplicate'])
     config.custom_hooks.insert(0, hook)
     config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     return config
@@ -285,16 +263,6 @@ def test_after_a_transition(repository, tmp_path):
         config.custom_hooks = [dict(type='HeadPruningHook'), dict(type='EMAHook')]
         with pytest.raises(ValueError, match=rf"built before .* such as {LAYER}\.value.weight: .* phase='attn' of"):
             run(config)
-
-
-@pytest.mark.slow
-def test_by_content_after_a_transition(repository, tmp_path):
-    """By importance, and by what they attend to on images."""
-    runner, _ = run(cnn(repository, tmp_path, 'gated', keep=10))
-    layers = prunable_heads(runner.model)
-    assert LAYER in layers and len(layers) > 1 and sum(numbers(runner.model)) == 10
-    log = log_of(tmp_path)
-    assert f'{LAYER} at epoch 3: ' in log and 'importance  importance' in log
 
 
 @pytest.mark.parametrize('epoch', [CHANGE, CHANGE + 1])

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import sys
 
 import mmpretrain
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.payload import Payload
-from helpers.processes import assert_equal, rates, run, train, train_on_ranks, write_configs
+from helpers.processes import assert_equal, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -96,32 +95,6 @@ def whole_of(folder):
     return whole_of
 
 
-@pytest.mark.slow  # of other kinds, in one process: test_two_phases.py and test_head_pruning_hook.py
-def test_killed_and_resumed(whole_of, folder):
-    """At the change, when the last checkpoint is of before it."""
-    whole, killed, kill_at = whole_of('CMHSA'), folder / 'killed', SWITCH * ITERATIONS
-    options = options_of('CMHSA', folder)
-    log = train(folder / 'CMHSA8.py', killed, *options, expected=-signal.SIGKILL, FAULT=f'SIGKILL,{kill_at},0')
-    assert KINDS['CMHSA']['said'] in log
-    assert f'resumed epoch: {SWITCH}' in train(folder / 'CMHSA8.py', killed, '--resume')
-    assert_equal(killed, whole)
-    assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_right_after_loading(whole_of, folder):
-    """The transition at epoch 0, then a stop in the epoch after it."""
-    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
-    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
-    log = train(folder / 'CNN8.py', folder / 'zero', *options)
-    assert 'Transition at epoch 0:\n' in log
-    kwargs = dict(expected=-signal.SIGKILL, FAULT=f'SIGKILL,{ITERATIONS + 1},0')
-    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
-    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
-    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
-    assert_equal(folder / 'zero_killed', folder / 'zero')
-
-
 def assert_as_one_process(two, whole):
     for rank in (0, 1):
         assert_equal(two, two, rank, tolerance=0)
@@ -134,7 +107,7 @@ def test_two_processes(kind, whole_of, folder):
     """Equal weights on both ranks, those of one process with the same batches; also if the ranks are killed and resume.
 
     Each rank has a seed of its own, and the first one that of the process. One rank is killed after the change, in its
-    epoch, so that it is made again, and in the next one.
+    epoch, so that it is made again, or in the next one.
     """
     config, two = folder / f'{kind}4.py', folder / f'{kind}_two'
     options = [*options_of(kind, folder), 'randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
@@ -142,14 +115,13 @@ def test_two_processes(kind, whole_of, folder):
     assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))
-    for epoch in (3,) if kind == 'CMHSA' else (2, 3):
-        killed = folder / f'{kind}_killed{epoch}'
-        train_on_ranks(config, killed, *options, killed_at=epoch * ITERATIONS + 1)
-        assert not (killed / 'rank0.pt').exists()
-        again = [option for option in options if 'load_from' not in option]
-        assert f'resumed epoch: {epoch}' in train_on_ranks(config, killed, '--resume', *again)
-        for rank in (0, 1):
-            assert_equal(killed, two, rank, tolerance=0)
+    killed, epoch = folder / f'{kind}_killed', 3 if kind in ('CMHSA', 'VisionTransformer') else 2
+    train_on_ranks(config, killed, *options, killed_at=epoch * ITERATIONS + 1)
+    assert not (killed / 'rank0.pt').exists()
+    again = [option for option in options if 'load_from' not in option]
+    assert f'resumed epoch: {epoch}' in train_on_ranks(config, killed, '--resume', *again)
+    for rank in (0, 1):
+        assert_equal(killed, two, rank, tolerance=0)
 
 
 @pytest.mark.slow
@@ -380,12 +352,3 @@ def test_no_training_without_its_parameters(resnet, tmp_path):
     last = log.strip().splitlines()[-1]
     assert 'the optimizer was built before the model took the structure of the checkpoint' in last
     assert "phase='attn' of CMHSA or of the backbone ConvToAttention" in last
-
-
-@pytest.mark.slow
-def test_the_config_of_two_minutes(repository, tmp_path):
-    """As the documentation has it, from the beginning to the end."""
-    log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)
-    scores = [float(score) for score in re.findall(r'accuracy/top1: ([\d.]+)', log)]
-    assert len(scores) == 30 and 'Transition at epoch 15:\n' in log
-    assert min(scores[14], scores[-1]) > 97

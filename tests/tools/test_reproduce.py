@@ -514,10 +514,8 @@ def test_killed_twice(tmp_path):
 
 
 SMOKE = {
-    'C20-E': ['pruned'],
-    'two-phases': ['both phases, narrow heads'],
     'T-CNN': ['gated attention'],
-    'pruning': ['12 heads, by importance', '12 heads, at random'],
+    'pruning': ['12 heads, at random'],
     'starts': ['random embedding', 'Gaussian'],
 }
 

@@ -27,8 +27,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from benchmark import machine
-from PIL import Image
 from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
 
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 
@@ -147,14 +147,11 @@ def load_images(args: argparse.Namespace) -> Dict[str, Tuple[Tensor, Tensor]]:
         return {part: (images.to(device), torch.arange(96, device=device) % 10) for part in ('train', 'test')}
     found = {}
     for part in ('train', 'test'):
-        folders = sorted(path for path in (args.data / part).glob('*') if path.is_dir())
-        if not folders:
-            raise ValueError(f'--data {args.data} has no {part}/CLASS/*')
-        files = [(file, label) for label, folder in enumerate(folders) for file in sorted(folder.iterdir())]
+        folder = ImageFolder(args.data / part, np.asarray)
         with ThreadPoolExecutor() as pool:
-            pixels = list(pool.map(lambda entry: np.asarray(Image.open(entry[0]).convert('RGB')), files))
+            pixels, labels = zip(*pool.map(folder.__getitem__, range(len(folder))))
         images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-        found[part] = images.to(device), torch.tensor([label for _, label in files], device=device)
+        found[part] = images.to(device), torch.tensor(labels, device=device)
     return found
 
 
