@@ -22,46 +22,31 @@ from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
 
-TRANSITION = """dict(type='PhaseTransitionHook', epoch=2, optim_wrapper=dict(optimizer=dict(lr=0.01)), param_scheduler=[
-    dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=1, convert_to_iter_based=True)])"""
-VIT = dict(
-    _delete_=True,
-    type='VisionTransformer',
-    arch=dict(SMALL_ARCH, num_heads=4),
-    img_size=16,
-    patch_size=4,
-    in_channels=1,
-)
-CNN = dict(backbone=dict(backbone=dict(stem_channels=4, base_channels=4, norm_eval=True)), head=dict(in_channels=32))
-KINDS = dict(
-    CMHSA=dict(  # both, one after the other
-        base='cmhsa3_digits',
-        model=dict(backbone=dict(num_layers=2, attn_bias_init=40.0)),
-        hooks=f"""{TRANSITION},
-            dict(type='HeadPruningHook', epochs=[3], keep=11, num_batches=1), """,
-        first=2,
-        said='Transition at epoch 2:\nlayer          before      after',
+VIT = dict(type='VisionTransformer', arch=dict(SMALL_ARCH, num_heads=4), img_size=16, patch_size=4, in_channels=1)
+KINDS = dict(  # what they begin with, heads that go, other settings, and what is said
+    CMHSA=(  # both, one after the other
+        'cmhsa3_digits',
+        dict(epochs=[3], keep=11, num_batches=1),
+        {'model.backbone.attn_bias_init': 40.0},
+        'Transition at epoch 2:\nlayer          before      after',
     ),
-    CNN=dict(  # norms of fixed statistics: those of a batch are another rank's too
-        base='resnet18_to_attention_digits',
-        model=CNN,
-        hooks=f'{TRANSITION}, ',
-        first=2,
-        said='Transition at epoch 2:\nlayer           before      after',
+    CNN=(  # norms of fixed statistics: those of a batch are another rank's too
+        'resnet18_to_attention_digits',
+        None,
+        {'model.backbone.backbone.norm_eval': True},
+        'Transition at epoch 2:\nlayer           before      after',
     ),
-    SAGeneralized=dict(
-        base='sa_generalized_digits',
-        model=dict(backbone=dict(arch=dict(_delete_=True, **SMALL_ARCH)), head=dict(in_channels=16)),
-        hooks="dict(type='HeadPruningHook', epochs=[2], num_batches=1), ",
-        said="Removed heads {'backbone.blocks.0.attn': [1], 'backbone.blocks.1.attn': [2]}",
+    SAGeneralized=(
+        'sa_generalized_digits',
+        dict(epochs=[2], num_batches=1),
+        {},
+        "Removed heads {'backbone.blocks.0.attn': [1], 'backbone.blocks.1.attn': [2]}",
     ),
-    VisionTransformer=dict(
-        base='sa_quadratic_digits',
-        model=dict(backbone=VIT, head=dict(in_channels=16)),
-        hooks="""dict(type='HeadPruningHook', epochs=[2], num_batches=2,
-            criteria=['duplicate'], multiply_adds=0.9), """,
-        said="Removed heads {'backbone.layers.",
+    VisionTransformer=(
+        'sa_quadratic_digits',
+        dict(epochs=[2], num_batches=2, criteria=['duplicate'], multiply_adds=0.9),
+        {'model.backbone': dict(VIT, _delete_=True)},
+        "Removed heads {'backbone.layers.",
     ),
 )
 
@@ -70,8 +55,8 @@ KINDS = dict(
 def folder(tmp_path_factory, repository):
     """The configs, and a checkpoint with two degenerate heads."""
     folder = tmp_path_factory.mktemp('tools')
-    for kind, settings in KINDS.items():
-        write_configs(folder, kind, epochs=EPOCHS, **{name: settings[name] for name in settings if name != 'said'})
+    for kind, (base, pruning, changes, _) in KINDS.items():
+        write_configs(folder, kind, base, pruning, **changes, **{'train_cfg.max_epochs': EPOCHS})
     save_degenerate(folder / 'start.pth')
     return folder
 
@@ -89,7 +74,7 @@ def whole_of(folder):
     def whole_of(kind):
         if kind not in made:
             made[kind] = folder / f'{kind}_whole'
-            assert KINDS[kind]['said'] in train(folder / f'{kind}8.py', made[kind], *options_of(kind, folder))
+            assert KINDS[kind][-1] in train(folder / f'{kind}8.py', made[kind], *options_of(kind, folder))
         return made[kind]
 
     return whole_of
@@ -112,7 +97,7 @@ def test_two_processes(kind, whole_of, folder):
     config, two = folder / f'{kind}4.py', folder / f'{kind}_two'
     options = [*options_of(kind, folder), 'randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
     log = train_on_ranks(config, two, *options)
-    assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
+    assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind][-1] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))
     killed, epoch = folder / f'{kind}_killed', 3 if kind in ('CMHSA', 'VisionTransformer') else 2
@@ -131,35 +116,6 @@ def test_two_processes_compile_both_phases(whole_of, folder):
     assert log.count('Model has been "compiled"') == 3  # at the start, at the transition, at the pruning
     for rank in (0, 1):
         assert_equal(folder / 'compiled', whole_of('CMHSA'), rank, tolerance=1e-5)
-
-
-# PyTorch wants such norms on GPUs, whether or not their statistics are fixed.
-NORMS_ON_CPUS = """
-from pathlib import Path
-
-from torch.distributed import get_rank
-from torch.nn import SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel
-
-def note(self, module):
-    with open(Path(__file__).with_name(f'norms{get_rank()}.txt'), 'a') as file:
-        print(sum(isinstance(part, SyncBatchNorm) for part in module.modules()), file=file)
-
-DistributedDataParallel._passing_sync_batchnorm_handle = note
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_with_norms_of_both(whole_of, folder):
-    (folder / 'norms_on_cpus.py').write_text(NORMS_ON_CPUS)
-    synced = folder / 'synced.py'
-    own = (folder / 'CNN4.py').read_text()
-    synced.write_text(own.replace("'hooks_of_a_test'", "'hooks_of_a_test', 'norms_on_cpus'"))
-    with synced.open('a') as file:
-        file.write("sync_bn = 'torch'\n")
-    train_on_ranks(synced, folder / 'norms', *options_of('CNN', folder))
-    assert [(folder / f'norms{rank}.txt').read_text().split() for rank in (0, 1)] == [['20', '20']] * 2
-    assert_as_one_process(folder / 'norms', whole_of('CNN'))
 
 
 @pytest.fixture

@@ -258,20 +258,9 @@ def test_right_after_loading_by_iterations(repository, tmp_path):
     assert recorder.phases == ['attn', 'attn'] and np.allclose(recorder.rates, RATES[:2])
 
 
-NO_PHASES = dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1, out_type='avg_featmap')
-
-
 @pytest.mark.parametrize(
     'kind, changes, hook, error, message',
     [
-        (
-            'CMHSA',
-            {},
-            dict(epoch=None, iter=3),
-            TypeError,
-            'PhaseTransitionHook counts iterations, but the loop is a Epoch',
-        ),
-        ('CMHSA', {'model.backbone': NO_PHASES}, {}, ValueError, 'finds no module with phases, such'),
         ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, 'is attention at epoch 0, before epoch=2 of'),
         ('CMHSA', {}, dict(optim_wrapper=dict(optimizer=dict(momentum=0.9))), TypeError, "unexpected .* 'momentum'"),
         ('CMHSA', {}, dict(param_scheduler=dict(type='CosineAnnealingLR', begin=3)), ValueError, 'begin=3, end=3'),
@@ -362,12 +351,3 @@ def test_several_networks(repository, tmp_path):
     assert runner.model.backbone.left.phase == runner.model.backbone.right.phase == 'attn'
     resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{CHANGE + 1}.pth'))
     assert twins(tmp_path / 'resumed', **resume)[1].phases == ['attn'] * 2 * ITERATIONS
-
-
-def test_a_layer_that_cannot_be_replaced_any_more(repository, tmp_path):
-    class Late(Hook):
-        def before_train_epoch(self, runner):
-            runner.model.get_submodule(LAYER).register_forward_hook(lambda *args: None)
-
-    with pytest.raises(ValueError, match='layer4.0.conv1 has hooks'):
-        run(config_of('CNN', repository, tmp_path), Late())
