@@ -115,15 +115,13 @@ def precision(device: torch.device, tf32: bool, half: bool) -> Iterator[None]:
 
 
 def compiled(model: nn.Module, quick: bool) -> nn.Module:
-    """Compiles a model block by block, one after the other by the same code, or whole where it has no blocks."""
+    """Compiles a model block by block, one after the other by the same code, or whole where it has no blocks.
+
+    Where nothing is measured, by what takes little time.
+    """
     for part in getattr(model, 'blocks', [model]):
-        part.compile(dynamic=False, backend=backend(quick))
+        part.compile(dynamic=False, backend='aot_eager' if quick else 'inductor')
     return model
-
-
-def backend(quick: bool) -> str:
-    """Returns what compiles: where nothing is measured what takes little time."""
-    return 'aot_eager' if quick else 'inductor'
 
 
 def both(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], quick: bool) -> List[Measurement]:
