@@ -61,9 +61,10 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
     assert one_line(caught.value).startswith('RuntimeError: Cannot find CIFAR10 dataset in')
 
 
-def test_a_config_that_is_not_there():
+def test_the_name_of_a_config():
     with pytest.raises(FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which .*sa_q"):
         attncnn_plugin.config_path('sa_nonsense.py')
+    assert tools.read_config('sa_quadratic_digits.py').model.backbone.type == 'SAQuadratic'  # its name is enough
 
 
 @pytest.mark.parametrize(
