@@ -344,7 +344,6 @@ def test_a_table(tool, tmp_path):
     assert 'Missing, 1 of 3 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
 
 
-@pytest.mark.slow
 def test_a_training_that_goes_on_elsewhere(tool, tmp_path, monkeypatch):
     """Each machine that trained an epoch, in the results and on the page; not one where none was finished."""
     options, folder = ['--models', 'first', '--seeds', 0], tmp_path / 'runs/first_40_3_0'
@@ -419,7 +418,6 @@ def test_errors(tool, options, message):
     assert not begun and re.search(message, status)
 
 
-@pytest.mark.slow
 def test_a_folder_of_other_settings(tool, tmp_path):
     """What is there already is not taken for what is asked for, done or begun; the settings that differ are named."""
     options, other = ['--models', 'first', '--seeds', 0], ['--cfg-options', 'optim_wrapper.optimizer.lr=0.5']
