@@ -716,7 +716,7 @@ def test_layers_are_checked_once(monkeypatch):
 
 
 @pytest.mark.parametrize('bias_correction', [True, False])
-def test_a_duplicate_hands_on_its_values(bias_correction):
+def test_a_duplicate_goes_first_and_hands_on_its_values(bias_correction):
     model = small_timm('sa_generalized_cifar', depth=1).eval()
     with torch.no_grad():
         for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
@@ -725,6 +725,8 @@ def test_a_duplicate_hands_on_its_values(bias_correction):
     pruner = PruneHeads(batches=[(IMAGES, LABELS)], criteria=['duplicate'], bias_correction=bias_correction)
     judged = pruner.judge(model)
     assert judged == {'blocks.0.attn': [2]}
+    by = lambda *args: {'blocks.0.attn': torch.tensor([0.0, 5, 9])}  # noqa: E731
+    assert PruneHeads(batches=[(IMAGES, LABELS)], by=by, criteria=['duplicate'], keep=2).judge(model) == judged
     pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2
     assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
