@@ -9,10 +9,12 @@ from helpers import verbs
 from helpers.convolutions import relative_error
 from helpers.layers import LAYERS, takes_images
 from helpers.small import KINDS, numbers, small_model
+from timm.utils import ModelEmaV3
 from torch.nn.parallel import DistributedDataParallel
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.training import PruneHeads, TwoPhases
+from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device('cuda:0' if ON_GPU else 'cpu')
@@ -106,6 +108,62 @@ def test_compiled(kind):
     largest = max(gradient.abs().max() for gradient in gradients if gradient is not None)
     for own, other in zip(gradients, found):
         assert own is other is None or (own - other).abs().max() < 1e-4 * largest
+
+
+class Training:
+    """Mixed precision, accumulated gradients, an average, a transition at epoch 1 and a pruning at epoch 2."""
+
+    def __init__(self, checkpoint=None):
+        torch.manual_seed(0)
+        self.model = small_model('cmhsa_conv', depth=1).to(DEVICE)
+        self.average = ModelEmaV3(self.model, decay=0.8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, enabled=ON_GPU)
+        generator = torch.Generator().manual_seed(0)
+        images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.arange(8)
+        self.batches = [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images.split(2), labels.split(2))]
+        self.parts, self.epoch = [TwoPhases(epoch=1), PruneHeads(epoch=2, keep=7, batches=self.batches)], 0
+        if checkpoint is not None:
+            follow_with_optimizer(self.model, self.optimizer, checkpoint['model'])
+            follow_state_dict(self.average.module, checkpoint['average'])
+            self.epoch = checkpoint['epoch']
+            for name, own in self.states().items():
+                own.load_state_dict(checkpoint[name])
+
+    def states(self):
+        return dict(model=self.model, average=self.average.module, optimizer=self.optimizer, scaler=self.scaler)
+
+    def run(self):
+        """Yields the checkpoint of each epoch."""
+        while self.epoch < 4:
+            for part in self.parts:
+                part.on_epoch_begin(self.model, self.optimizer, self.epoch, [self.average.module])
+            self.model.train()
+            for number, (x, y) in enumerate(self.batches, 1):
+                with torch.autocast(DEVICE.type, HALF):
+                    loss = torch.nn.functional.cross_entropy(self.model(x), y) / 2
+                self.scaler.scale(loss).backward()
+                if number % 2 == 0:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                    self.optimizer.zero_grad()
+                    self.average.update(self.model)
+            self.epoch += 1
+            yield copy.deepcopy(
+                dict(epoch=self.epoch, **{name: own.state_dict() for name, own in self.states().items()})
+            )
+
+
+def test_training_resumes():
+    training = Training()
+    checkpoints = list(training.run())
+    assert training.model.phase == 'attn' and numbers(training.model) == numbers(training.average.module) == [7]
+    assert all(parameter.device == DEVICE and parameter.isfinite().all() for parameter in training.model.parameters())
+    for checkpoint in checkpoints[:3]:
+        last = list(Training(checkpoint).run())[-1]
+        for name in ('model', 'average'):
+            for key, value in checkpoints[-1][name].items():
+                assert torch.allclose(last[name][key], value, rtol=1e-3, atol=1e-4), (checkpoint['epoch'], name, key)
 
 
 def test_run_of_mmengine(repository, tmp_path):
