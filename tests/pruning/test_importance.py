@@ -1,5 +1,7 @@
 """Head importance against differences of the loss, the number of heads that go, and attention that was observed."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -324,12 +326,12 @@ def test_observed_attention_is_that_of_the_model():
     query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
     probs = (query @ key.mT / 8**0.5).softmax(-1)  # (images, heads, queries, keys)
     own, keys = observed['blocks.0.attn'], probs.shape[-1]
-    entropy = -(probs * probs.log()).sum(-1).mean((0, 2)) / torch.tensor(float(keys)).log()
-    torch.testing.assert_close(own.mean('entropy'), entropy.double().detach())
+    entropy = -(probs * probs.log()).sum(-1).mean((0, 2)) / math.log(keys)
+    torch.testing.assert_close(own.mean('entropy'), entropy.detach(), rtol=1e-12, atol=1e-12)
     uniform = (probs - 1 / keys).abs().sum(-1).mean((0, 2)) / 2
-    torch.testing.assert_close(own.mean('from_uniform'), uniform.detach())
+    torch.testing.assert_close(own.mean('from_uniform'), uniform.detach(), rtol=1e-12, atol=1e-12)
     between = (probs[:, :, None] - probs[:, None]).abs().sum(-1).mean((0, 3)) / 2
-    torch.testing.assert_close(own.mean('distances'), between.detach())
+    torch.testing.assert_close(own.mean('distances'), between.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
