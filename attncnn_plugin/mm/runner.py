@@ -12,6 +12,7 @@ from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..attention.state_dicts import without_prefix
 from ..change import Change
@@ -146,10 +147,15 @@ def seed_epoch(runner: Runner) -> None:
     set_random_seed(int(sequence.generate_state(1)[0]))
 
 
+def samplers_of(loader: DataLoader) -> Tuple[Any, Any]:
+    """Returns the sampler of a data loader, and that in its sampler of batches, or None."""
+    return loader.sampler, getattr(loader.batch_sampler, 'sampler', None)
+
+
 def training_batches(runner: Runner, number: int) -> List[Any]:
     """Returns training batches, the same ones whether or not the run was resumed; random numbers stay as they are."""
     loader = runner.train_dataloader
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, 'sampler', None)):
+    for sampler in samplers_of(loader):
         if hasattr(sampler, 'set_epoch'):
             sampler.set_epoch(runner.epoch)
     with random_numbers_kept():
