@@ -84,11 +84,12 @@ def load_or_empty(path: Union[str, Path]) -> dict:
 class AtomicCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
-    An old checkpoint, also that of the best epoch, is removed when the new one is there. Where the last one is damaged all the same,
-    ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
-    checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed from. A
-    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run. Weights
-    that are not finite are an error instead of a checkpoint.
+    An old checkpoint, also that of the best epoch, is removed when the new one is there. Where the last one is damaged
+    all the same, ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied
+    resumes the checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed
+    from. A checkpoint of another model is an error, and so is one to resume from that does not restore all of the run.
+    A schedule that would have another end by now is a warning. Weights that are not finite are an error instead of a
+    checkpoint.
 
     The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
