@@ -272,8 +272,9 @@ class Attention:
         sizes = self.key[1:]  # nothing has joined them: one head, or the second axis, as most libraries have it
         index = torch.arange(math.prod(sizes), device=device).view(sizes)
         some = [] if self.is_single or 1 in sizes[1:] else range(1, len(sizes))
-        is_images = sizes[0] % self.images == 0 and self.images != sizes[-1] or 'heads' in self.batch
-        if len(some) > 1 or some and not is_images:
+        images = self.images
+        is_sure = len(some) == 1 and ('heads' in self.batch or sizes[0] % images == 0 and sizes[1] != images)
+        if some and not is_sure:
             warnings.warn(
                 f'which axis of the attention of {self.name}, of sizes {list(sizes)} before queries and keys, is its '
                 f'heads is not seen: taken is the second, of {sizes[1]}',
@@ -497,7 +498,7 @@ class FunctionsSeen(TorchFunctionMode):
         if func in SOFTMAX and output.ndim > 1 or self.is_softmax_by_hand(func, args, output):
             self.weights[output] = None
             return None
-        if not self.weights and not self.outputs:
+        if not self.weights and not self.outputs and not self.mixed:
             return None
         weights = [own for own in tensors if own in self.weights]
         followed = [own for own in tensors if own in self.outputs and self.outputs[own][0] in self.open]
