@@ -272,9 +272,8 @@ class Attention:
         sizes = self.key[1:]  # nothing has joined them: one head, or the second axis, as most libraries have it
         index = torch.arange(math.prod(sizes), device=device).view(sizes)
         some = [] if self.is_single or 1 in sizes[1:] else range(1, len(sizes))
-        images = self.images
-        is_sure = len(some) == 1 and ('heads' in self.batch or sizes[0] % images == 0 and sizes[1] != images)
-        if some and not is_sure:
+        is_usual = sizes[0] % self.images == 0 and sizes[1] != self.images if len(some) == 1 else False
+        if some and not is_usual and 'heads' not in self.batch:
             warnings.warn(
                 f'which axis of the attention of {self.name}, of sizes {list(sizes)} before queries and keys, is its '
                 f'heads is not seen: taken is the second, of {sizes[1]}',
@@ -734,7 +733,9 @@ class FunctionsSeen(TorchFunctionMode):
             self.take_up(attention, numbers if is_first else numbers.mT, floats)
             if is_first and output.shape[:-1] == numbers.shape[:-1] != output.shape:
                 moved = numbers[..., torch.arange(output.shape[-1], device=numbers.device) % numbers.shape[-1]]
-        elif func in SUMS and numbers.ndim > 1 and isinstance(kwargs.get('dim', (*args[1:], None)[0]), int):  # over heads
+        elif (
+            func in SUMS and numbers.ndim > 1 and isinstance(kwargs.get('dim', (*args[1:], None)[0]), int)
+        ):  # over heads
             self.show_joined(attention, numbers.movedim(kwargs.get('dim', args[-1]), -2).flatten(-2))
         elif func is F.linear and numbers.shape[-1] == channels:
             attention.is_single |= bool((numbers[..., -1] - numbers[..., 0] == channels - 1).all())
@@ -769,9 +770,12 @@ class FunctionsSeen(TorchFunctionMode):
         attention, names, moved = known[0][0], {}, None
         dim = kwargs.get('dim', (*args[1:], 0)[0])
         for tensor, (own, entries) in zip(tensors, known):
-            if tensor not in self.mixed and func in JOINS and own.has_queries(entries.movedim(dim, -1)):
+            if tensor in self.mixed:
+                names[id(tensor)] = entries
+            elif func in JOINS and own.has_queries(entries.movedim(dim, -1)):
                 return  # parts of the queries
-            names[id(tensor)] = entries if tensor in self.mixed else torch.full_like(entries, hash(own.name), dtype=torch.int64)
+            else:
+                names[id(tensor)] = torch.full_like(entries, hash(own.name), dtype=torch.int64)
         with suppress(RuntimeError, TypeError, ValueError, IndexError):
             moved = func(*replaced(args, names), **kwargs)
         for tensor, own in zip(flat([output]), flat([moved])):
@@ -780,8 +784,7 @@ class FunctionsSeen(TorchFunctionMode):
                 if (own != own[..., :1]).any() and self.watch.wanted(attention.name):
                     raise ValueError(
                         f'{attention.name} computes its heads in {own.unique().numel()} attentions, one after another: '
-                        'importance, ablation, masks and pruning need one attention, or a module for each; '
-                        'attention_maps shows all'
+                        'importance, ablation, masks and pruning need one, or a module for each; attention_maps has all'
                     )
 
     def show_joined(self, attention: Attention, numbers: Tensor) -> bool:
