@@ -482,6 +482,12 @@ class FunctionsSeen(TorchFunctionMode):
             self.places.numbers[touched] = self.places.numbers[first]
         return (touched, *output[1:]) if several else touched
 
+    @property
+    def innermost(self) -> Tuple[nn.Module, Optional[str]]:
+        """The innermost module that runs, and its name."""
+        running = self.watch.running
+        return next((own for own in reversed(running) if not is_function(own[0])), running[0])
+
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Finds out whether a call was attention, and returns it then."""
         if isinstance(output, Tensor) and not output.numel():
@@ -685,9 +691,7 @@ class FunctionsSeen(TorchFunctionMode):
 
         Weights that multiply once more, such as a table of relative values, are the same attention.
         """
-        module, name = next(
-            (own for own in reversed(self.watch.running) if not is_function(own[0])), self.watch.running[0]
-        )
+        module, name = self.innermost
         before, axes = (None, None) if weights is None else self.multiplied.get(weights, (None, None))
         if before is not None and before.owner is module and axes == queries:
             again = replace(before, product=product, batch=batch, labels=labels, shape=output.shape, again=[])
@@ -765,7 +769,8 @@ class FunctionsSeen(TorchFunctionMode):
             ValueError: They are: each has other heads.
         """
         known = [self.mixed.get(own) or self.outputs.get(own) for own in tensors]
-        if None in known or len({own.owner for own, _ in known}) > 1:
+        is_one = len(tensors) == 1 and tensors[0] not in self.mixed
+        if is_one or None in known or any(own.owner is not self.innermost[0] for own, _ in known):
             return
         attention, names, moved = known[0][0], {}, None
         dim = kwargs.get('dim', (*args[1:], 0)[0])

@@ -228,6 +228,20 @@ def test_heads_one_after_another(kind):
         model(Q, K, V)
 
 
+def test_a_module_that_runs_twice():
+    """It has the same heads each time, whatever joins its outputs."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Call(lambda x: (x @ x.mT).softmax(-1) @ x)
+
+        def forward(self, x):
+            return torch.cat([self.attention(x), self.attention(x.flip(1))], -1)
+
+    assert [name for name, _ in seen(Twice(), torch.randn(2, 5, 4))] == ['attention', 'attention#2']
+
+
 @pytest.mark.parametrize('kind', ['queries', 'keys'])
 def test_parts_of_queries_and_keys(kind):
     """They have the same heads."""
