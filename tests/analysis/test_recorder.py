@@ -1,5 +1,6 @@
 """Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
 
+import gc
 import itertools
 import sys
 from functools import partial
@@ -21,6 +22,7 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.analysis.recorder import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.heads.seen import watching
+from attncnn_plugin.pruning import head_importance
 
 IMAGES = 2, 3, SIZE, SIZE
 FUSED = ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_small_patch16_dinov3']
@@ -212,6 +214,7 @@ def test_model_stays_as_it_was():
 
 def peak(run):
     """Returns the largest number of bytes that a call has allocated at once."""
+    gc.collect()  # what is freed meanwhile would count
     with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
         run()
     events = profile.profiler.kineto_results.events()
@@ -237,6 +240,35 @@ def test_peak_memory(fused, masked):
     assert after - before < 1.05 * of_a_map
     assert all(own.untyped_storage().nbytes() == own.nbytes == 2 * 1025 * 4 for own in reduced.values())
     assert peak(lambda: attention_maps(model, x)) - before > 3 * of_a_map  # what it counts is there
+
+
+VERBS = {
+    'maps': attention_maps,
+    'rollout': rollout,
+    'relevance': lambda model, x: rollout(model, x, target=1),
+    'importance': lambda model, x: head_importance(model, [x], lambda model, x: model(x).square().mean()),
+}
+
+
+def number_of_tensors():
+    return sum(type(own) is torch.Tensor for own in gc.get_objects())
+
+
+@pytest.mark.parametrize('verb', VERBS)
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_quadratic_cifar'])
+def test_memory_is_free_at_once(name, verb):
+    """No cycle of references keeps maps until the garbage collector comes by."""
+    model, x = small_vit(name) if name[0] == 'v' else timm.create_model(name, depth=1), torch.randn(2, 3, SIZE, SIZE)
+    VERBS[verb](model, x)
+    gc.collect()
+    gc.disable()
+    try:
+        VERBS[verb](model, x)
+        before = number_of_tensors()
+        gc.collect()
+        assert number_of_tensors() == before
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -535,6 +567,36 @@ def test_attention_pooling():
     expected = (expected.mean(1) / 2 @ joint).unflatten(2, (4, 4))[:, 0]
     heat = rollout(model, x)
     torch.testing.assert_close(heat / heat.sum((1, 2), keepdim=True), expected / expected.sum((1, 2), keepdim=True))
+
+
+class ToQueries(nn.Module):
+    """Attention of two images, or of queries of its own, by the same or by another layer."""
+
+    def __init__(self, queries):
+        super().__init__()
+        self.stem, self.queries = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, queries, 8))
+        self.first, self.second = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x, other=None):
+        x, other = (None if own is None else self.stem(own).flatten(2).mT for own in (x, other))
+        x = x + self.first(x, x, x)[0]
+        z = self.queries.expand(len(x), -1, -1) if other is None else other
+        return z + self.second(z, *[x if other is None else z] * 2)[0]
+
+
+@pytest.mark.parametrize('queries', [15, 16])
+def test_rollout_to_as_many_queries_as_there_are_tokens(queries):
+    """A decoder's queries have nothing of the patches beside what they attend to."""
+    model, x = ToQueries(queries).double().eval(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    first, second = (own.mean(1) for own in attention_maps(model, x).values())
+    expected = (second / 2 @ (first + torch.eye(16)) / 2).mean(1)
+    torch.testing.assert_close(rollout(model, x).flatten(1), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_no_rollout_of_two_images():
+    x = torch.randn(2, 3, 16, 16)
+    with pytest.raises(ValueError, match='second has attention of 16 tokens that are not the 16 of the layers before'):
+        rollout(ToQueries(1).eval(), x, call=lambda model, x: model(x, x.flip(3)))
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_reported_errors_are_reached(alpha, options):
     assert others.max().item() == pytest.approx(report.deviation, rel=1e-6)
     if alpha == 46:
         assert math.exp(-46) < report.deviation < 5 * math.exp(-46)
-    assert others[:, 0].max() <= report.deviation
+    assert others[:, 0].max() <= report.deviation * (1 + 1e-9)
 
 
 @pytest.mark.parametrize('alpha', [0.5, 6.0])
