@@ -170,7 +170,8 @@ class ImageAttention(AttentionLayer):
         if not isinstance(self.value, GroupedLinear):
             check_plain_linear('value', self.value)
         slices = self.value.weight.unflatten(1, (self.num_heads, self.in_channels // self.groups)).transpose(1, 2)
-        return at_least_float32(block_diagonal(slices, self.groups))
+        blocks = [torch.block_diag(*of_head.chunk(self.groups)) for of_head in slices.unbind(-1)]
+        return at_least_float32(torch.stack(blocks))
 
     def head_parameters(self) -> HeadParameters:
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
@@ -468,18 +469,3 @@ class GroupedLinear(nn.Linear):
         weight = weight.transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
         output = (weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1)
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Fills up slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with zeros, ``(N, C_out, C_in)``.
-
-    Examples:
-        >>> block_diagonal(torch.ones(2, 1, 1), groups=2)
-        tensor([[[1., 0.],
-                 [0., 1.]]])
-    """
-    out_channels, per_group, number = slices.shape
-    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
-    group = torch.arange(groups, device=slices.device)
-    dense[group, :, group] = slices.unflatten(0, (groups, -1))
-    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)
