@@ -124,11 +124,7 @@ class ImageAttention(AttentionLayer):
 
     def _outputs(self, x: Tensor) -> Tensor:
         """Maps ``(B, C, *size)`` to the convolution's output."""
-        return self._output_images(self.heads(x), self._sizes(x))
-
-    def _output_images(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Maps the heads, ``(B, N_h, Q, C)``, to the output, ``(B, out_channels, *sizes)``."""
-        return self._output_pixels(heads).transpose(-2, -1).unflatten(-1, sizes)
+        return self._output_pixels(self.heads(x)).transpose(-2, -1).unflatten(-1, self._sizes(x))
 
     def _output_pixels(self, heads: Tensor) -> Tensor:
         """Maps the heads by W^V W^O, ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
@@ -318,13 +314,13 @@ class ContentImageAttention(ImageAttention):
 
     def _outputs(self, x: Tensor) -> Tensor:
         axes = self.tiles(x.shape[2:])
-        if axes is not None:
-            return self._neighbourhoods(x, axes)
-        padded, sizes = self.window.pad(x), self._sizes(x)
-        queries, tokens = _tokens(self._query_pixels(padded, sizes)), _tokens(padded)
+        return super()._outputs(x) if axes is None else self._neighbourhoods(x, axes)
+
+    def heads(self, x: Tensor) -> Tensor:
+        padded = self.window.pad(x)
+        queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
         query, key = self._split_heads(self.query(queries)), self._split_heads(self.key(tokens))
-        heads = self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
-        return self._output_images(heads, sizes)
+        return self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None if the whole image is computed at once."""
