@@ -57,8 +57,6 @@ class ImageAttention(AttentionLayer):
     position: str
     window: Window
     encoding: Any
-    settings: Dict[str, Any]
-    layout: Tensor
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
     def __init__(
@@ -74,7 +72,7 @@ class ImageAttention(AttentionLayer):
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
-        self.settings = {'position': self.position}
+        self.settings: Dict[str, Any] = {'position': self.position}
         if groups == 1:
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
@@ -146,10 +144,9 @@ class ImageAttention(AttentionLayer):
         property(operator.attrgetter(f'window.{name}'))
         for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
     )
-    padding = property(operator.attrgetter('window.padding_argument'))
 
     def __getattr__(self, name: str) -> Any:
-        if name == 'padding':  # its property has raised AttributeError: this says why
+        if name == 'padding':  # no property: nn.Module would replace the AttributeError that says why there is none
             return self.window.padding_argument
         if name in ('weight', 'bias'):
             raise AttributeError(
@@ -281,7 +278,6 @@ class ContentImageAttention(ImageAttention):
 
     position = 'gaussian'
     depends_on_content = True
-    gate: Optional[nn.Parameter]
 
     def __init__(
         self,
