@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,7 @@ class AttentionLayer(Restructurable):
     window: Optional[Window] = None
     depends_on_content = False
     has_position_scores = True
-
-    @property
-    def padding_mode(self) -> str:
-        return 'replicate'
+    padding_mode: Any = 'replicate'
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         """Returns centres and shapes of Gaussian scores by position, at least float32; None for other scores."""
@@ -70,9 +67,7 @@ class AttentionLayer(Restructurable):
                 f'the probabilities of {type(self).__name__}({self.extra_repr()}) depend on the input x: use '
                 'attention_scores(x).softmax(-1)'
             )
-        probs = self.position_probs(size)
-        assert probs is not None
-        return probs
+        return cast(Tensor, self.position_probs(size))
 
     @torch.no_grad()
     def exact_attention_probs(self, size: Sequence[int]) -> Tensor:
