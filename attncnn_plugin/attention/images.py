@@ -50,7 +50,7 @@ class ImageAttention(AttentionLayer):
         encoding (QuadraticEncoding | WindowEncoding): The scores by position, at least float32.
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
-            layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
+            layer, the state dict and the layer's name; it raises ``ValueError`` or ``RuntimeError`` for another's.
         layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
@@ -207,7 +207,7 @@ class ImageAttention(AttentionLayer):
         entries = {key: value.detach() if isinstance(value, Tensor) else value for key, value in entries.items()}
         try:
             converted = self.from_conv(self, entries, name)
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             raise StructureError(f'the convolution {name} of the state dict cannot be converted: {error}') from error
         for key in entries:
             del state_dict[prefix + key]
