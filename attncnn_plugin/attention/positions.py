@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32, widest_float
-from .shifts import at_shifts, axis_shifts, resize_loaded, windows
+from .shifts import at_shifts, resize_loaded, windows
 from .softmax import softmax, without_subnormals
 from .window import shown
 
@@ -67,7 +67,8 @@ class QuadraticEncoding(nn.Module):
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns the terms on a grid of ``size``, ``(N_h, n, n)`` for an axis of n tokens, at least float32."""
-        return tuple(self.scores_along(axis, axis_shifts(n, self.center.device)) for axis, n in enumerate(size))
+        positions = (torch.arange(n, device=self.center.device) for n in size)
+        return tuple(self.scores_along(axis, own - own[:, None]) for axis, own in enumerate(positions))
 
     def scores_along(self, axis: int, shift: Tensor) -> Tensor:
         """Returns scores along one axis, ``(N_h, Q, K)``, of shifts ``(Q, K)`` to keys that are consecutive pixels.
@@ -244,11 +245,7 @@ class WindowEncoding(nn.Module):
 
     def __init__(self, num_heads: int, window_size: Sequence[int], **dd: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window_size, **dd))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        self.weight = nn.Parameter(torch.zeros(num_heads, 1, *window_size, **dd))
 
     def forward(self) -> Tensor:
         """Returns the probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""
