@@ -28,12 +28,6 @@ class GaussianHeads(NamedTuple):
     center: Tensor
     factor: Tensor
 
-    @property
-    def inverse_covariance(self) -> Tensor:
-        """Σ⁻¹ in 1/tokens², ``(N_h, ndim, ndim)``."""
-        # Not matmul: autocast would round it.
-        return (self.factor[:, :, None, :] * self.factor[:, None, :, :]).sum(-1)
-
 
 class QuadraticEncoding(nn.Module):
     """Quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9). Separable.
