@@ -166,6 +166,7 @@ class RelativeTables(nn.Module):
             raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
         if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
             raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
+        self.max_size = max_size
         self.row_table, self.column_table = (nn.Parameter(torch.empty(2 * n - 1, dim // 2, **dd)) for n in max_size)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(partial(resize_loaded, (0,)))
@@ -173,11 +174,6 @@ class RelativeTables(nn.Module):
     def reset_parameters(self) -> None:
         for table in self.parameters(recurse=False):
             nn.init.normal_(table)
-
-    @property
-    def max_size(self) -> Tuple[int, int]:
-        """Height and width of the largest grid."""
-        return (len(self.row_table) + 1) // 2, (len(self.column_table) + 1) // 2
 
     def forward(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns R and C of the shifts of a grid, ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
