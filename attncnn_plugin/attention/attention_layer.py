@@ -190,9 +190,15 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
         owner.out_features, owner.in_features = owner.weight.shape
 
 
-def check_plain_linear(name: str, linear: nn.Module) -> None:
-    """Raises RuntimeError for what is more than a weight and a bias, as an adapter (LoRA) or a parametrization."""
-    if type(linear) is not nn.Linear:
+def check_plain_linear(name: str, linear: nn.Module, *others: type) -> None:
+    """Raises RuntimeError for what is more than a weight and a bias, as an adapter (LoRA) or a parametrization.
+
+    Args:
+        name (str): What the layer calls the linear map.
+        linear (nn.Module): The linear map.
+        *others (type): Classes that are their weight and bias too.
+    """
+    if type(linear) not in (nn.Linear, *others):
         raise RuntimeError(
             f'{name} is a {type(linear).__name__}, but only a plain nn.Linear is its weight: merge adapters and remove '
             'parametrizations first'

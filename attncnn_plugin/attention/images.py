@@ -70,7 +70,7 @@ class ImageAttention(AttentionLayer):
         **dd: Any,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.window = window
         self.settings: Dict[str, Any] = {'position': self.position}
         if groups == 1:
@@ -90,10 +90,6 @@ class ImageAttention(AttentionLayer):
     def extra_repr(self) -> str:
         groups = '' if self.groups == 1 else f', groups={self.groups}'
         return f'num_heads={self.num_heads}{groups}, window={self.window}'
-
-    @property
-    def groups(self) -> int:
-        return self.value.groups if isinstance(self.value, GroupedLinear) else 1
 
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
         """Maps ``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
@@ -160,8 +156,7 @@ class ImageAttention(AttentionLayer):
         return tuple(x.shape[-self.window.ndim :])
 
     def value_matrices(self) -> Tensor:
-        if not isinstance(self.value, GroupedLinear):
-            check_plain_linear('value', self.value)
+        check_plain_linear('value', self.value, GroupedLinear)
         slices = self.value.weight.unflatten(1, (self.num_heads, self.in_channels // self.groups)).transpose(1, 2)
         blocks = [torch.block_diag(*of_head.chunk(self.groups)) for of_head in slices.unbind(-1)]
         return at_least_float32(torch.stack(blocks))
@@ -450,9 +445,6 @@ class GroupedLinear(nn.Linear):
     def __init__(self, in_channels: int, out_channels: int, num_heads: int, groups: int, bias: bool, **dd: Any) -> None:
         super().__init__(num_heads * (in_channels // groups), out_channels, bias, **dd)
         self.groups, self.in_channels = groups, in_channels
-
-    def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, groups={self.groups}'
 
     def forward(self, heads: Tensor) -> Tensor:
         """Maps ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""

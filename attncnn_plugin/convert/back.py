@@ -108,8 +108,7 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
-    if not isinstance(layer.value, GroupedLinear):
-        check_plain_linear('value', layer.value)
+    check_plain_linear('value', layer.value, GroupedLinear)
     weight = layer.value.weight
     if weight.is_meta:
         raise ValueError('layer is on the meta device, without values: load its weights first')
