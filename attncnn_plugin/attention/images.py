@@ -105,8 +105,7 @@ class ImageAttention(AttentionLayer):
             )
         if input.ndim == ndim + 1:
             return self.forward(input[None])[0]
-        x = with_regular_gradient(input)
-        output = self._outputs(x)
+        output = self._outputs(with_regular_gradient(input))
         # As a convolution: channels last if its weight is, or its input and the padding keeps that.
         kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
         of_input = is_channels_last(input) and self.window.padding_mode in kept
