@@ -297,34 +297,49 @@ def find_entries(model: nn.Module, layers: Sequence[Heads], run: Run) -> None:
 
     What is near is replaced by random values meanwhile: an entry that is 0 by chance would hide others.
     """
-    left = [(own, own.name.rpartition('.')[0]) for own in layers if not own.owners]
+    left = [(own, own.name.rpartition('.')[0]) for own in layers if not own.owners and own.num_heads > 1]
     while left:
         chosen: Dict[str, Heads] = {}  # those with nothing in common
         for own, near in left:
             if not any(is_in(near, other) or is_in(other, near) for other in chosen):
                 chosen[near] = own
         left = [(own, near) for own, near in left if chosen.get(near) is not own]
-        with undone(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
+        with undone([*map(model.get_submodule, chosen)]), evaluating(model), torch.enable_grad():
             with same_numbers():
                 tensors = {name: _randomized(model, name) for name in chosen}
+            for name, own in chosen.items():  # without other attention, whose bias of keys has rounding errors
+                inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
+                tensors[name] = {key: x for key, x in tensors[name].items() if not key.startswith(inside)}
             with _Alive():
                 for near in chosen:
                     compute_anew(model.get_submodule(near))
-            most = max(own.num_heads for own in chosen.values())
             upstream: Set[str] = set()
-            of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
+            influence = partial(_influence, model, chosen, tensors, run, upstream)
+            none, first, second = map(influence, (-1, 0, 1))
+            for name, own in list(chosen.items()):
+                found = [_owners([of[key] for of, _ in (first, second)]) for key in tensors[name]]
+                is_read = any(owners is not None and owners[0] for owners in found)
+                if name and not is_read and not _are_mixed(*(outputs[name] for _, outputs in (none, first, second))):
+                    left.append((own, name.rpartition('.')[0]))  # what reads the heads is farther away
+                    del chosen[name], tensors[name]
+            most = max((own.num_heads for own in chosen.values()), default=0)
+            of_heads = [of for of, _ in (first, second, *map(influence, range(2, most)))]
         for name, own in chosen.items():
-            inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
             for key in tensors[name]:
-                if key.startswith(inside):  # of other attention, whose bias of keys has rounding errors
-                    continue
-                found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
-                if found is not None:
-                    own.owners[key] = found
+                owners = _owners([of[key] for of in of_heads[: own.num_heads]])
+                if owners is not None:
+                    own.owners[key] = owners
             _complete(own, model.get_submodule(name), name, upstream)
-            if name and not any(dim for dim, _ in own.owners.values()):  # what reads the heads is farther away
-                left.append((own, name.rpartition('.')[0]))
-                own.owners = {}
+
+
+def _are_mixed(none: Sequence[Tensor], *alone: Sequence[Tensor]) -> bool:
+    """Says whether an entry depends on both of two heads, by the outputs without heads, and with each of them alone."""
+    for outputs in zip(none, *alone):
+        if len({own.shape for own in outputs}) == 1 and outputs[0].numel():
+            nearest = torch.stack([(own - other).abs() for own, other in itertools.combinations(outputs, 2)]).amin(0)
+            if (nearest > 1e-5 * outputs[0].abs().amax()).any():
+                return True
+    return False
 
 
 def is_in(name: str, other: str) -> bool:
@@ -364,14 +379,15 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 def _influence(
     model: nn.Module,
     layers: Mapping[str, Heads],
-    head: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
     run: Run,
     upstream: Set[str],
-) -> Dict[str, List[Tensor]]:
+    head: int,
+) -> Tuple[Dict[str, List[Tensor]], Dict[str, List[Tensor]]]:
     """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone.
 
-    The names of tensors that the heads themselves are made of are added to ``upstream``.
+    The names of tensors that the heads themselves are made of are added to ``upstream``. The second are the outputs of
+    the modules near the layers.
     """
     others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers.values()}
 
@@ -381,16 +397,19 @@ def _influence(
         return torch.autograd.grad(found, given, random, True, allow_unused=True) if found else [None] * len(given)
 
     everything = [(name, own) for near in tensors.values() for name, own in near.items()]
-    outputs: List[Any] = []
+    near_outputs: Dict[str, List[Tensor]] = {near: [] for near in layers}
     with same_numbers(), ExitStack() as stack:
-        for near in layers:
-            see = lambda module, args, output: outputs.extend(islice(floats_in(output), 1))  # noqa: E731
+        for near, own in near_outputs.items():
+            see = lambda module, args, output, own=own: own.extend(islice(floats_in(output), 1))  # noqa: E731
             stack.enter_context(model.get_submodule(near).register_forward_hook(see))
         stack.enter_context(_Alive())
         alone = stack.enter_context(masking(model, {own.name: own for own in layers.values()}, others))
-        outputs += floats_in(run())  # of which one may be the keys of all heads, cached
+        outputs = [*floats_in(run())]  # of which one may be the keys of all heads, cached
         of_layers = [gradients(alone.get(layers[near].name, ()), list(own.values())) for near, own in tensors.items()]
-        found = zip(itertools.chain(*of_layers), gradients(outputs, [own for _, own in everything]))
+        found = zip(
+            itertools.chain(*of_layers),
+            gradients([*itertools.chain(*near_outputs.values()), *outputs], [own for _, own in everything]),
+        )
     influence = {}
     for (name, own), both in zip(everything, found):
         before, after = (torch.zeros_like(own) if gradient is None else gradient for gradient in both)
@@ -398,7 +417,7 @@ def _influence(
             upstream.add(name)
         changed = (before if before.any() else after) != 0
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
-    return influence
+    return influence, {near: [own.detach() for own in some] for near, some in near_outputs.items()}
 
 
 def floats_in(output: Any) -> Iterator[Tensor]:

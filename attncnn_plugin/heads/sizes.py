@@ -6,8 +6,9 @@ reads it, as it stands in the error of a loading that does not.
 """
 
 import re
+import zlib
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ..change import resize
 from .forward import RewrittenForward
 
 RECORD = 'attncnn_follow_state_dict'
+RECORD_LENGTH = 11  # three numbers, and at most eight attributes that stay
 NOTE = 'attncnn_plugin'  # in configurations of Hugging Face transformers
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
@@ -41,7 +43,9 @@ def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
     return {name: own.shape for name, own in (*module.named_parameters(), *module.named_buffers())}
 
 
-def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int) -> None:
+def set_sizes(
+    module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int, spared: Sequence[int] = ()
+) -> List[Tuple[Any, str, int]]:
     """Sets what a module keeps of the number of heads to that of its parameters, which have changed already.
 
     Args:
@@ -49,16 +53,26 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         shapes (Mapping[str, tuple[Size, Size]]): Of what has changed.
         built, before, after (int): The number of heads that it was built with, has now, and is to have.
         way (int): One of ``WAYS``.
+        spared (Sequence[int]): The :func:`mark` of each attribute that stays. Defaults to none.
+
+    Returns:
+        list[tuple[nn.Module, str, int]]: The attributes that were taken for widths by their number, and this number.
 
     Raises:
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
-    owners = []
+    owners, taken = [], []
+
+    def take(owner: Any, key: str, value: int) -> None:
+        if mark(key) not in spared:
+            taken.append((owner, key, vars(owner)[key]))
+            setattr(owner, key, value)
+
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
         owner = module.get_submodule(path)
-        _set_sizes_of_map(owner, leaf, old, new)
+        _set_sizes_of_map(owner, leaf, old, new, take)
         owners.append(owner)
         widths.update({was: own for was, own in zip(old, new) if was not in (own, before)})
     views = 0
@@ -81,7 +95,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
             is_of_one = key in counts or 'head' in key and 'all' not in key
             is_width = value in widths and not NO_WIDTH.search(key)
             if way & OWN and not is_of_one and is_width and (way & TOKENS or key not in OF_TOKENS):
-                setattr(own, key, widths[value])
+                take(own, key, widths[value])
         owners.append(own)
         views += bool(way & VIEWS and _rewrite(own, built))
     for own in owners:
@@ -91,6 +105,12 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
     compute_anew(module)
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
+    return taken
+
+
+def mark(key: str) -> int:
+    """Returns the number by which a record knows the name of an attribute."""
+    return zlib.crc32(key.encode())
 
 
 def compute_anew(module: nn.Module) -> None:
@@ -107,7 +127,9 @@ def is_number_of_heads(key: str, value: Any) -> bool:
     return type(value) is int and NUMBER.search(key) is not None
 
 
-def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
+def _set_sizes_of_map(
+    owner: Any, leaf: str, old: torch.Size, new: torch.Size, take: Callable[[Any, str, int], None]
+) -> None:
     """Sets what a map says about the shape of its weight."""
     if isinstance(owner, nn.Linear) and leaf == 'weight':
         owner.out_features, owner.in_features = new
@@ -119,7 +141,7 @@ def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -
         changed = {was: own for was, own in zip(old, new) if was not in new}
         for key, value in list(vars(owner).items()):  # of a norm, or a map of another library
             if type(value) is int and value in changed:
-                setattr(owner, key, changed[value])
+                take(owner, key, changed[value])
         if vars(owner).get('normalized_shape') == tuple(old):
             owner.normalized_shape = tuple(new)
 
@@ -144,6 +166,7 @@ class FewerHeads:
     Attributes:
         built, left (int): The number of heads that it was built with, and has now.
         way (int): One of ``WAYS``.
+        spared (list[int]): As of :func:`set_sizes`.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
         before (int): The number of heads in the model.
     """
@@ -151,6 +174,7 @@ class FewerHeads:
     built: int
     left: int
     way: int
+    spared: List[int]
     shapes: Mapping[str, torch.Size]
     before: int
 
@@ -162,10 +186,11 @@ class FewerHeads:
             StructureError: The module was built with another number of heads.
         """
         own, there = record_of(module), state_dict.get(f'{prefix}{RECORD}')
-        built, left, way = (own[0], own[0], own[2]) if own and there is None else map(int, there.tolist())  # type: ignore
+        record = (own[0], own[0], *own[2:]) if own and there is None else tuple(there.tolist())  # type: ignore
+        built, left, way, *spared = record
         shapes = {name: state_dict[prefix + name].shape for name in shapes_of(module) if prefix + name in state_dict}
         shapes.pop(RECORD, None)
-        if own == (built, left, way) or any(name not in shapes for name, _ in module.named_parameters()):
+        if own == record or any(name not in shapes for name, _ in module.named_parameters()):
             return None
         now = own[1] if own else built
         values = [
@@ -176,7 +201,7 @@ class FewerHeads:
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
             )
-        return cls(built, left, way, shapes, now)
+        return cls(built, left, way, spared, shapes, now)
 
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
@@ -190,18 +215,22 @@ class FewerHeads:
             resize(module, name, size)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
-        set_sizes(module, shapes, self.built, self.before, self.left, self.way)
-        write_record(module, self.built, self.left, self.way)
+        set_sizes(module, shapes, self.built, self.before, self.left, self.way, self.spared)
+        write_record(module, self.built, self.left, self.way, self.spared)
 
 
-def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
+def write_record(module: nn.Module, built: int, left: int, way: int, spared: Iterable[int]) -> None:
     """Notes a structure in a buffer, or removes it where all heads are there."""
     if left == built:
         if RECORD in module._buffers:
             delattr(module, RECORD)
         return
     like = next(module.parameters(), None)
-    record = torch.tensor([built, left, way], device='cpu' if like is None else like.device)
+    values = [built, left, way, *sorted({*spared} - {0})]
+    if len(values) > RECORD_LENGTH:
+        raise TypeError(f'{len(values) - 3} attributes are as large as a width, but are none')
+    values += [0] * (RECORD_LENGTH - len(values))
+    record = torch.tensor(values, device='cpu' if like is None else like.device)
     if RECORD in module._buffers:
         setattr(module, RECORD, record)
     else:
@@ -209,7 +238,7 @@ def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
 
 
 def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:
-    """Returns the number of heads a module was built with, has now, and the way; None where it has lost none."""
+    """Returns the number of heads a module was built with, has now, the way, and what is spared; None for no loss."""
     record = module._buffers.get(RECORD)
     return None if record is None else tuple(record.tolist())
 

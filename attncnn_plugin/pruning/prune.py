@@ -3,7 +3,7 @@
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,18 @@ from ..heads.found import (
     seen_heads,
 )
 from ..heads.seen import AnyAttention, watching_outputs
-from ..heads.sizes import WAYS, Shapes, note_in_configs, number_of_heads, record_of, set_sizes, shapes_of, write_record
+from ..heads.sizes import (
+    WAYS,
+    Shapes,
+    compute_anew,
+    mark,
+    note_in_configs,
+    number_of_heads,
+    record_of,
+    set_sizes,
+    shapes_of,
+    write_record,
+)
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
@@ -275,16 +286,20 @@ def _cut_and_compare(
         after = shapes_of(homes[name])
         shapes[name] = {key: (size, after[key]) for key, size in before.items() if size != after[key]}
     failed: List[str] = []
-    records = [record_of(home) or (layers[name].num_heads, 0, 0) for name, home in homes.items()]
-    for way in [way for way in WAYS if all(way & before == before for _, _, before in records)]:
+    records = {name: record_of(home) or (layers[name].num_heads, 0, 0) for name, home in homes.items()}
+    others = {name: home for name, home in homes.items() if layers[name].layer is None}
+    spared = {own for record in records.values() for own in record[3:]}
+    for way in [way for way in WAYS if all(way & record[2] == record[2] for record in records.values())]:
         try:
             with all_or_nothing(homes.values()):
-                for (name, home), (built, *_) in zip(homes.items(), records):
-                    number = layers[name].num_heads - len(gone[name])
-                    if layers[name].layer is None:
-                        set_sizes(home, shapes[name], built, layers[name].num_heads, number, way)
-                        write_record(home, built, number, way)
+                left, taken = {name: layers[name].num_heads - len(gone[name]) for name in others}, []
+                for name, home in others.items():
+                    built, before = records[name][0], layers[name].num_heads
+                    taken += set_sizes(home, shapes[name], built, before, left[name], way, spared)
                 check()
+                marks = {*spared, *_put_back(taken, others.values(), check)}
+                for name, home in others.items():
+                    write_record(home, records[name][0], left[name], way, marks)
             return replaced
         except Exception as error:  # whatever a forward pass raises for sizes that do not fit
             failed.append(f'{type(error).__name__}: {error}')
@@ -297,6 +312,32 @@ def _cut_and_compare(
     )
 
 
+def _put_back(
+    taken: Sequence[Tuple[Any, str, int]], homes: Iterable[nn.Module], check: Callable[[], None]
+) -> Iterator[int]:
+    """Puts attributes back that were taken for widths, but that heads do without; yields their marks.
+
+    What is the same number by chance, such as a window, would else change what the example does not show.
+    """
+
+    def put(values: Sequence[Tuple[Any, str, int]]) -> None:
+        for own, key, value in values:
+            setattr(own, key, value)
+        for home in homes:
+            compute_anew(home)
+
+    for name in dict.fromkeys(key for _, key, _ in taken):
+        old = [(own, key, value) for own, key, value in taken if key == name]
+        new = [(own, key, getattr(own, key)) for own, key, _ in old]
+        put(old)
+        try:
+            check()
+        except Exception:  # as above
+            put(new)
+        else:
+            yield mark(name)
+
+
 def _hint(layer: Heads, gone: Sequence[int], home: nn.Module) -> str:
     """Says in words what is known to stand in the way of a layer without some heads."""
     for name, (_, owners) in layer.owners.items():
@@ -305,6 +346,8 @@ def _hint(layer: Heads, gone: Sequence[int], home: nn.Module) -> str:
             if len(shared) < layer.num_heads and 0 < len({*shared} & {*gone}) < len(shared):
                 return f'heads {shared} share entries of {name}: remove all of them or none'
     computed = [name for name, own in home.named_modules() if own._forward_pre_hooks or is_parametrized(own)]
+    if not computed and not any(dim for dim, _ in layer.owners.values()):
+        return 'a norm, or something else, mixes the outputs of heads before a map takes them'
     if not computed:
         return ''
     what = f'{computed[0] or "the layer"} has a parametrization or a hook, which may compute its weights as it runs'

@@ -2,9 +2,11 @@
 
 import copy
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.small import numbers, small_model, trained_like
 from helpers.versions import hugging_face_library
 from helpers.vits import SIZE, output_map, output_of, small_vit
@@ -308,8 +310,8 @@ def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
 
     def fails(module, *args):
         whole(module, *args)
-        tried.append(args[-1])
-        if args[-1] == WAYS[way]:
+        tried.append(args[-2])
+        if args[-2] == WAYS[way]:
             raise Stop
         raise ValueError('such a size')
 
@@ -318,7 +320,7 @@ def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
         prune_heads(model, {0: [1], 1: [0]}, inputs)
     assert tried == list(WAYS[: way + 1])
     if way == 0:
-        monkeypatch.setattr(prune, 'set_sizes', lambda *args: fails(*args[:-1], -1))
+        monkeypatch.setattr(prune, 'set_sizes', lambda *args: fails(*args[:-2], -1, ()))
         with pytest.raises(TypeError, match=r'of blocks.0.attn, blocks.1.attn cannot be removed: .* such a size'):
             prune_heads(model, {0: [1], 1: [0]}, inputs)
     parameters, shallow, values = everything(model)
@@ -361,9 +363,10 @@ SCALE = 1.0
 class OneMap(nn.Module):
     """Attention of four heads of 8 channels, whose settings are numbers of heads or widths by chance."""
 
-    def __init__(self, shape='inner', windows=32, look_ahead=4, scale='fixed'):
+    def __init__(self, shape='inner', width='window', look_ahead=4, scale='fixed'):
         super().__init__()
-        self.num_heads, self.inner, self.window, self.look_ahead, self.scale = 4, 32, windows, look_ahead, scale
+        self.num_heads, self.inner, self.width, self.look_ahead, self.scale = 4, 32, width, look_ahead, scale
+        setattr(self, width, 32)
         self.shape, self.qkv, self.proj = shape, nn.Linear(32, 96), nn.Linear(32, 32)
         self.register_buffer('index', torch.arange(32).flip(0), persistent=False)
 
@@ -375,13 +378,13 @@ class OneMap(nn.Module):
         scale = (x.shape[-1] // self.num_heads) ** -0.5 if self.scale == 'of heads' else SCALE
         number = torch.arange(x.shape[1])
         distance = number[:, None] - number
-        sees = (distance < self.window) & (-distance <= self.look_ahead) & (self.index[number % 32] >= 0)
+        sees = (distance < getattr(self, self.width)) & (-distance <= self.look_ahead) & (self.index[number % 32] >= 0)
         heads = (qkv[0] @ qkv[1].mT * scale).masked_fill(~sees, -torch.inf).softmax(-1) @ qkv[2]
         return self.proj(heads.transpose(1, 2).reshape(*x.shape[:2], self.inner if self.shape == 'inner' else -1))
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('settings', [{}, dict(shape='fused'), dict(scale='of heads')])
+@pytest.mark.parametrize('settings', [{}, dict(width='reach'), dict(shape='fused'), dict(scale='of heads')])
 def test_inputs_of_other_sizes_than_the_example(settings, dtype):
     """The example is too short to show a window; and half precision hides another scale of the scores."""
     torch.manual_seed(0)
@@ -423,6 +426,28 @@ def test_half_precision_is_left_as_it_was(dtype):
     assert all(own.dtype == state[name].dtype for name, own in model.state_dict().items())
 
 
+class Packed(nn.Module):
+    """A weight of queries, keys and values in the module itself; beyond ``reach`` no key is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.proj = nn.Parameter(torch.randn(96, 32)), nn.Linear(32, 32)
+        self.num_heads, self.reach = 4, 96
+
+    def forward(self, x):
+        qkv = F.linear(x, self.weight).unflatten(2, (3, self.num_heads, 8)).permute(2, 0, 3, 1, 4)
+        number = torch.arange(x.shape[1])
+        sees = (number[:, None] - number).abs() < self.reach
+        return self.proj(F.scaled_dot_product_attention(*qkv, sees).transpose(1, 2).flatten(2))
+
+
+def test_numbers_beside_a_weight():
+    model, fresh = Packed(), Packed()
+    prune_heads(model, {'': [1]}, torch.randn(1, 5, 32))
+    assert follow_state_dict(fresh, model.state_dict())
+    assert model.weight.shape == fresh.weight.shape == (72, 32) and model.reach == fresh.reach == 96
+
+
 def test_a_rewritten_forward_sees_its_module(monkeypatch):
     model, x = nn.Sequential(OneMap(scale='of heads')), TOKENS.float().repeat(1, 1, 3)[..., :32]
     prune_heads(model, {'0': [1]}, x)
@@ -438,6 +463,17 @@ def normed():
     model = OneMap()
     torch.nn.utils.parametrizations.spectral_norm(model.proj)
     return model
+
+
+class Core(Folded):
+    def forward(self, x):
+        qkv = [own(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for own in (self.q, self.k, self.v)]
+        return F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
+
+
+def mixed_in_stages():
+    block = lambda: nn.Sequential(OrderedDict(core=Core(), norm=nn.LayerNorm(12), proj=nn.Linear(12, 12)))  # noqa: E731
+    return nn.Sequential(*[nn.Sequential(nn.Sequential(nn.Identity(), block())) for _ in range(2)])
 
 
 def shared_keys():
@@ -456,12 +492,16 @@ def shared_keys():
             r'heads \[0, 1\] share entries of .*: remove all',
         ),
         (normed, TOKENS.repeat(1, 1, 3)[..., :32], {'': [0]}, 'proj has a parametrization or a hook'),
+        (mixed_in_stages, TOKENS, {'0.0.1.core': [0]}, 'mixes the outputs of heads before a map takes them'),
     ],
 )
 def test_what_stands_in_the_way(build, inputs, heads, message):
+    """It is said after a few passes, however many modules are around the attention."""
     torch.manual_seed(0)
-    model = build().eval()
+    model, passes = build().eval(), []
     state = copy.deepcopy(model.state_dict())
+    model.register_forward_hook(lambda *own: passes.append(own))
     with pytest.raises(TypeError, match=message):
         prune_heads(model, heads, inputs)
+    assert len(passes) < 20
     assert all(torch.equal(own, state[name]) for name, own in model.state_dict().items())
