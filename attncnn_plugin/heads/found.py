@@ -9,7 +9,7 @@ import itertools
 import operator
 import os
 import re
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -225,14 +225,15 @@ def as_integers(heads: Iterable[Any], num_heads: int) -> List[int]:
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
     """Sets the outputs of heads to zero inside, as if they were removed, in training too.
 
-    The first time that it runs there on inputs of some shapes, it runs once more before, so that its heads are seen.
+    The first time that it, or a part by itself, runs there on inputs of some shapes, it runs once more before, so that
+    its heads are seen.
 
     Args:
         model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads.
 
     Raises:
-        ValueError: When the model runs: a layer or a head that is not there.
+        ValueError: When the model runs, or at the end where just parts of it did: a layer or a head that is not there.
 
     Examples:
         >>> import timm
@@ -247,36 +248,34 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
     """
     layers: Dict[str, Heads] = {}
     masked: Dict[str, List[int]] = {}
-    runs, shapes = [], set()
+    shapes = set()
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Sees, before the first pass, which axes are heads."""
-        given = tuple(own.shape for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor))
-        if runs or given in shapes:
+        """Sees, before the first pass of the model, or of a part by itself, which axes are heads."""
+        given = module, *(own.shape for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor))
+        if [own for own, _ in watch.running] != [module] or watch.functions.again or given in shapes:
             return
-        runs.append(module)
-        try:
-            found = seen_heads(model, lambda: model(*args, **kwargs))
-        finally:
-            runs.clear()
-        masked.update(layer_names(found, heads))
-        for name, own in found.items():
+        for name, own in seen_heads(model, lambda: module(*args, **kwargs)).items():
             layers.setdefault(name, own).axes.update(own.axes)
+        for some in [heads] if module is model else [{key: own} for key, own in heads.items()]:
+            with nullcontext() if module is model else suppress(ValueError):  # the layer may be in another part
+                masked.update(layer_names(layers, some))
         shapes.add(given)
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with masking(model, layers, masked):
-            yield
-    finally:
-        handle.remove()
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
+        watch, _ = stack.enter_context(masking(model, layers, masked))
+        yield
+    if shapes:
+        layer_names(layers, heads)
 
 
 @contextmanager
 def masking(
     model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
-) -> Iterator[Dict[str, List[Tensor]]]:
-    """Sets the outputs of heads to zero, of layers whose heads are known; yields the outputs by layers."""
+) -> Iterator[Tuple[Any, Dict[str, List[Tensor]]]]:
+    """Sets outputs of heads to zero, where heads are known; yields what watches, and the outputs by layers."""
     masked: Dict[str, List[Tensor]] = {}
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
@@ -287,8 +286,8 @@ def masking(
         masked.setdefault(name, []).append(attention.where(heads[name], output.new_zeros(1), output))
         return masked[name][-1]
 
-    with watching(model, touch=touch, again=True):
-        yield masked
+    with watching(model, touch=touch, again=True) as watch:
+        yield watch, masked
 
 
 @torch.inference_mode(False)
@@ -403,7 +402,7 @@ def _influence(
             see = lambda module, args, output, own=own: own.extend(islice(floats_in(output), 1))  # noqa: E731
             stack.enter_context(model.get_submodule(near).register_forward_hook(see))
         stack.enter_context(_Alive())
-        alone = stack.enter_context(masking(model, {own.name: own for own in layers.values()}, others))
+        _, alone = stack.enter_context(masking(model, {own.name: own for own in layers.values()}, others))
         outputs = [*floats_in(run())]  # of which one may be the keys of all heads, cached
         of_layers = [gradients(alone.get(layers[near].name, ()), list(own.values())) for near, own in tensors.items()]
         found = zip(

@@ -122,6 +122,21 @@ def test_batches_of_other_sizes(cls):
 
 
 @pytest.mark.parametrize('name', ['timm', 'positions'])
+def test_a_mask_on_parts_that_run_by_themselves(name):
+    """It is that of a whole pass; and what never ran is named at the end."""
+    model, inputs, heads = case_of(name)
+    with masked_heads(model, heads):
+        model(inputs)
+        expected = model.forward_features(inputs)
+    assert (model.forward_features(inputs) - expected).abs().max() > 1e-6
+    with masked_heads(model, heads):
+        assert torch.equal(model.forward_features(inputs), expected)
+    with pytest.raises(ValueError, match=r'there are 0 .*: name one of blocks.0'), masked_heads(model, {77: [1]}):
+        model.forward_features(inputs)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('name', ['timm', 'positions'])
 def test_a_mask_with_gradient_checkpointing(name):
     """What is computed again has the mask, too."""
     model, inputs, heads = case_of(name)
