@@ -8,7 +8,7 @@ reads it, as it stands in the error of a loading that does not.
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
 
 
 def set_sizes(
-    module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int, spared: Sequence[int] = ()
+    module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int, spared: Collection[int]
 ) -> List[Tuple[Any, str, int]]:
     """Sets what a module keeps of the number of heads to that of its parameters, which have changed already.
 
@@ -53,7 +53,7 @@ def set_sizes(
         shapes (Mapping[str, tuple[Size, Size]]): Of what has changed.
         built, before, after (int): The number of heads that it was built with, has now, and is to have.
         way (int): One of ``WAYS``.
-        spared (Sequence[int]): The :func:`mark` of each attribute that stays. Defaults to none.
+        spared (Collection[int]): The :func:`mark` of each attribute that stays.
 
     Returns:
         list[tuple[nn.Module, str, int]]: The attributes that were taken for widths by their number, and this number.

@@ -294,8 +294,8 @@ def _cut_and_compare(
             with all_or_nothing(homes.values()):
                 left, taken = {name: layers[name].num_heads - len(gone[name]) for name in others}, []
                 for name, home in others.items():
-                    built, before = records[name][0], layers[name].num_heads
-                    taken += set_sizes(home, shapes[name], built, before, left[name], way, spared)
+                    numbers = records[name][0], layers[name].num_heads, left[name]
+                    taken += set_sizes(home, shapes[name], *numbers, way, spared)
                 check()
                 marks = {*spared, *_put_back(taken, others.values(), check)}
                 for name, home in others.items():
