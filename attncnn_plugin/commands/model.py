@@ -230,9 +230,10 @@ def load(args: Namespace) -> LoadedModel:
     """Returns the model that the options name."""
     torch.manual_seed(getattr(args, 'seed', 0))  # of random weights and images, and of keys that loading makes
     if args.timm:
+        loaded = TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs))
         if not (args.pretrained or args.checkpoint or args.verb == 'start'):
             print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
-        return TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs))
+        return loaded
     if args.hf:
         return HuggingFaceModel(args.hf)
     from ..mm import safe_loading  # noqa: F401

@@ -306,6 +306,7 @@ def test_mistakes(verb, command, folder):
 
 def test_classes_that_are_not_those_of_the_model(command):
     model = ['--timm', 'vit_tiny_patch16_224', '--model-kwargs', *OPTIONS[1:-1], 'num_classes=3']
+    assert len(command('rank', '--timm', 'vit_tiny_patch61_224')[2].splitlines()) == 1  # what is wrong, nothing else
     status, _, err = command('rank', *IMAGES, *model)
     assert 'The weights of vit_tiny_patch16_224 are random: give --pretrained or --checkpoint' in err
     assert status == 2 and '--images images has 2 folders, but the model 3 classes: give a folder for each' in err
