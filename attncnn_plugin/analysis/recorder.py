@@ -330,13 +330,12 @@ class Rollout:
         if not self._brought(batch, number, keys):
             raise self._other(name, number)
         same = None if queries is None or keys is None else (queries[:, None] == keys) & (keys < 0)
-        are_keys = queries is keys is None or queries is not None and keys is not None and torch.equal(queries, keys)
-        if rows == number and are_keys:
+        if rows == number:
             self.joint = weights @ self.joint + keep * self.joint
         elif same is not None and same.any(1).all():  # tokens that attend to all, as class tokens do
             some = same.long().argmax(1)
             self.joint = self.joint.index_copy(1, some, weights @ self.joint + keep * self.joint[:, some])
-        elif rows <= number and (queries is None or (queries <= 0).all()):
+        elif rows < number and (queries is None or (queries <= 0).all()):
             self.pooled = weights @ self.joint
         else:
             raise self._other(name, f'{rows} to {number}')

@@ -1,9 +1,8 @@
 """Which token is which patch, followed through the functions that move tokens: views, rolls, windows, gathered parts.
 
-Each entry of a tensor has a number. That of a place is positive, and says the input, image, row and column, of a pixel
-or of the output of the last convolution; that of a token beside the grid, such as a class token or a register, is
-negative; padding has 0. What a function moves, it moves of the numbers too. A linear map keeps those of its first
-channel.
+Each entry of a tensor has a number. That of a place is positive, and says the image, row and column, of a pixel or of
+the output of the last convolution; that of a token beside the grid, such as a class token or a register, is negative;
+padding has 0. What a function moves, it moves of the numbers too. A linear map keeps those of its first channel.
 """
 
 import math
@@ -27,11 +26,6 @@ MOVES = {
     *('tensor_split', 'tile', 'transpose', 'unbind', 'unflatten', 'unfold', 'unsqueeze', 'view', 'view_as', '__get__'),
     *('amax', 'max'),  # of several places it keeps the last
 }
-WRITES = {
-    *('__setitem__', 'copy', 'index_copy', 'index_put', 'masked_scatter', 'scatter', 'select_scatter'),
-    'slice_scatter',
-}
-ADDS = {'index_add', 'index_reduce', 'scatter_add', 'scatter_reduce'}  # to places of what is there
 PRODUCTS = {'linear', 'matmul', '__matmul__', 'bmm'}
 GRIDS = 'conv', 'pool', 'interpolate'  # in the names of functions that make another grid
 
@@ -41,7 +35,8 @@ class Followed:
 
     def __init__(self) -> None:
         self.numbers: Any = WeakTensorKeyDictionary()
-        self.beside = self.inputs = 0  # tokens beside the grid so far, and batches of images
+        self.beside = 0  # tokens beside the grid so far
+        self.has_begun = False
 
     def of(self, tensor: Any) -> Optional[Tensor]:
         """Returns the numbers of a tensor's entries, of its shape; None where they are unknown."""
@@ -51,12 +46,12 @@ class Followed:
         """Numbers the pixels of images ``(B, C, H, W)``, or of the frames of videos."""
         is_plain = isinstance(images, Tensor) and not images.is_nested
         if is_plain and images.ndim in (4, 5) and images.is_floating_point():
-            self.numbers[images] = new_numbers(images, None) + self.inputs * SIDE**3
-            self.inputs += 1
+            self.numbers[images] = new_numbers(images, None)
+            self.has_begun = True
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Finds the numbers of the output of a function."""
-        if not self.inputs and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
+        if not self.has_begun and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
             self.begin(args[0])
         everything = flat((*args, *kwargs.values()))
         tensors = [own for own in everything if own in self.numbers]
@@ -67,12 +62,8 @@ class Followed:
             self.move(func, args, kwargs, output)
         elif func is torch.einsum:
             self.sum_up(args, output)
-        elif not {name, name.rstrip('_')}.isdisjoint(WRITES | ADDS):
-            self.write(func, args, kwargs, output)
         elif not isinstance(output, Tensor) or not output.is_floating_point():
             return
-        elif name.startswith('new_') or name.endswith('_like'):
-            return  # values of its own
         elif name in PRODUCTS:
             rows = first_of(self.numbers[first], name == 'linear' or isinstance(everything[-1], nn.Parameter))
             if first is everything[0] and output.shape[:-1] == first.shape[:-1] and rows is not None:
@@ -111,26 +102,6 @@ class Followed:
         for own, found in zip(flat([output]), flat([moved])):
             if own.shape == found.shape:
                 self.numbers[own] = found
-
-    def write(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Writes numbers where a function wrote tokens; where it wrote or added what has none, those before stay."""
-        into, before = args[0], self.of(args[0])
-        after = into if output is None else output
-        known = lambda own: own if self.of(own) is None else self.of(own)  # noqa: E731
-        if func.__name__.rstrip('_') in ADDS or not any(
-            own in self.numbers for own in flat((*args[1:], *kwargs.values()))
-        ):
-            moved = before
-        else:
-            before = (self.new_tokens(into) if before is None else before).clone()
-            try:
-                moved = func(before, *map(known, args[1:]), **{name: known(own) for name, own in kwargs.items()})
-                moved = before if output is None else moved
-            except (RuntimeError, TypeError, ValueError, IndexError):  # it asks for memory of its own
-                moved = None
-        self.numbers.pop(after, None)
-        if moved is not None:
-            self.numbers[after] = moved
 
     def new_tokens(self, tokens: Tensor) -> Tensor:
         """Numbers tokens ``(B, N, D)`` that come to a grid, and what else comes as padding."""
@@ -245,7 +216,7 @@ def cells(numbers: Tensor) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
     columns, column = (whole % SIDE)[numbers > 0].unique(return_inverse=True)
     place = torch.full_like(whole, -1)
     place[numbers > 0] = row * len(columns) + column
-    return (whole // SIDE**2 % SIDE).where(numbers > 0, 0), place, (len(rows), len(columns))
+    return (whole // SIDE**2).clamp(min=0), place, (len(rows), len(columns))
 
 
 def places_of_grid(images: int, grid: Tuple[int, ...], window: Optional[Window] = None) -> Places:

@@ -319,9 +319,9 @@ class Attention:
         return self.by_heads(self.in_order(output)).unbind(1)
 
     @property
-    def query_numbers(self) -> Optional[Tensor]:
-        """The numbers of the queries, ``(B, Q)``, 0 of padding; None where they could not be followed."""
-        return None if self.numbers[0] is None else self.by_heads(self.of_batch(self.numbers[0], 1))[:, 0]
+    def is_query(self) -> Optional[Tensor]:
+        """Which queries are no padding, ``(B, Q)``; None for all."""
+        return None if self.numbers[0] is None else self.by_heads(self.of_batch(self.numbers[0], 1) != 0)[:, 0]
 
     def where(self, heads: Sequence[int], value: Tensor, output: Tensor) -> Tensor:
         """Returns an output with that of some heads replaced by a value, ``(d,)``, or ``(1,)`` for all channels."""
@@ -351,7 +351,7 @@ class OwnAttention:
     """
 
     heads: Any = None  # of :class:`Attention`
-    query_numbers = None
+    is_query = None
     probs: Optional[Tensor] = None
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:

@@ -23,7 +23,6 @@ from ..attention.window import shown
 from ..change import held_by
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import find_entries, is_in, seen_heads
-from ..heads.places import cells
 from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
@@ -37,20 +36,17 @@ AMOUNTS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {  # what each must be
 }
 
 
-def of_images(of_calls: Sequence[Tuple[Tensor, Optional[Tensor]]], images: int) -> Tensor:
+def of_images(of_calls: Sequence[Tensor], images: int) -> Tensor:
     """Returns ∂L/∂ξ of the loss of each image, ``(images, N_h)``, by those of the mean loss in each call.
 
-    A call has rows for all images, and the numbers of their queries where they are followed; otherwise windows of an
-    image lie one after the other. Attention can be called several times in one pass.
+    A call has rows for all images, and windows of an image lie one after the other. Attention can be called several
+    times in one pass.
     """
-    total = of_calls[0][0].new_zeros(images, of_calls[0][0].shape[1])
-    for rows, numbers in of_calls if images else ():
+    total = of_calls[0].new_zeros(images, of_calls[0].shape[1])
+    for rows in of_calls if images else ():
         if len(rows) % images:
             raise ValueError(f'a layer got {len(rows)} rows for {images} images: as many rows of each were expected')
-        image = None if numbers is None else cells(numbers)[0].amax(1)
-        if image is None or not (image.bincount(minlength=images) == len(rows) // images).all():
-            image = torch.arange(images, device=rows.device).repeat_interleave(len(rows) // images)
-        total.index_add_(0, image, images * rows)
+        total += images * rows.unflatten(0, (images, -1)).sum(1)
     return total
 
 
@@ -71,13 +67,12 @@ def loss_and_gradients(
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
         seen = list(outputs)
         found = torch.autograd.grad(value, [y for _, y in seen], allow_unused=True) if seen else ()
-    of_calls: Dict[str, List[Any]] = {}
+    of_calls: Dict[str, List[Tensor]] = {}
     for (attention, y), gradient in zip(seen, found):
         calls = of_calls.setdefault(attention.name.partition('#')[0], [])
         if gradient is not None:
             of_heads = attention.of_heads(y.detach().double() * gradient.double())
-            rows = torch.stack([own.flatten(1).sum(1) for own in of_heads], 1)  # ∂L/∂ξ = Σ y ∂L/∂y
-            calls.append((rows, attention.query_numbers))
+            calls.append(torch.stack([own.flatten(1).sum(1) for own in of_heads], 1))  # ∂L/∂ξ = Σ y ∂L/∂y
     for name, calls in of_calls.items():
         if not calls:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')

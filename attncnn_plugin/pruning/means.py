@@ -53,10 +53,10 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
     means: Dict[str, HeadMeans] = {}
 
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
-        heads, queries = attention.of_heads(output), attention.query_numbers
+        heads, queries = attention.of_heads(output), attention.is_query
         found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], output.device))
         found.axes[attention.key] = attention.heads
-        rows = [head.double() if queries is None else head[queries != 0].double() for head in heads]
+        rows = [head.double() if queries is None else head[queries].double() for head in heads]
         found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
         found.count += rows[0].shape[:-1].numel()
 

@@ -332,30 +332,3 @@ def test_importance_of_convolutions_in_groups():
     torch.testing.assert_close(importance['0'], expected['0'], rtol=1e-5, atol=1e-9)
     with pytest.raises(ValueError, match='the loss does not depend on the heads of 0: they have no importance'):
         head_importance(model, [images], lambda model, batch: (model(batch), model[4].bias.sum())[1])
-
-
-class WindowsFirst(nn.Module):
-    """Attention in windows ``(B, T, N, D)`` whose batch is windows of images, or images of windows, with gates."""
-
-    gates = torch.ones(1, 2)
-
-    def __init__(self, windows_first):
-        super().__init__()
-        self.qkv, self.proj, self.windows_first = nn.Linear(8, 24), nn.Linear(8, 8), windows_first
-
-    def forward(self, x):
-        x = x.transpose(0, 1) if self.windows_first else x
-        gates = self.gates[None] if self.windows_first else self.gates[:, None]
-        q, k, v = self.qkv(x.flatten(0, 1)).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        heads = ((q @ k.mT).softmax(-1) @ v).unflatten(0, x.shape[:2]) * gates[..., None, None]
-        return (self.proj(heads.flatten(0, 1).transpose(1, 2).flatten(2)) * x.flatten(0, 1)).mean()
-
-
-@pytest.mark.parametrize('windows_first', [True, False])
-def test_importance_of_windows_before_or_after_images(windows_first):
-    torch.manual_seed(0)
-    model, x = WindowsFirst(windows_first).double(), torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    importance = head_importance(model, [x], lambda model, x: model(x), normalize=False)['']
-    model.gates = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(x), model.gates)
-    torch.testing.assert_close(importance, 2 * gradient.abs().mean(0))
