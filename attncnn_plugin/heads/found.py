@@ -116,8 +116,8 @@ class Heads:
         for name, (dim, index) in self.kept(heads).items():
             select = partial(_select, dim, index)
             if name in buffers:
-                path, _, leaf = name.rpartition('.')
-                setattr(self.model.get_submodule(path), leaf, select(buffers[name]))
+                path, _, leaf = name.rpartition('.')  # no other model can compute it anew: state dicts have it now
+                self.model.get_submodule(path).register_buffer(leaf, select(buffers[name]))
                 continue
             old = self.model.get_parameter(name)
             new = nn.Parameter(select(old), requires_grad=old.requires_grad)
@@ -324,11 +324,14 @@ def find_entries(model: nn.Module, layers: Sequence[Heads], run: Run) -> None:
             most = max((own.num_heads for own in chosen.values()), default=0)
             of_heads = [of for of, _ in (first, second, *map(influence, range(2, most)))]
         for name, own in chosen.items():
+            shared = set()
             for key in tensors[name]:
                 owners = _owners([of[key] for of in of_heads[: own.num_heads]])
                 if owners is not None:
                     own.owners[key] = owners
-            _complete(own, model.get_submodule(name), name, upstream)
+                elif any(of[key][0].any() for of in of_heads[: own.num_heads]):
+                    shared.add(key)
+            _complete(own, model.get_submodule(name), name, upstream, shared)
 
 
 def _are_mixed(none: Sequence[Tensor], *alone: Sequence[Tensor]) -> bool:
@@ -437,7 +440,7 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
     return None
 
 
-def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
+def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str], shared: Set[str]) -> None:
     """Gives bias and other tensors of a map to heads the same owners as its weight, and the weight those of its bias.
 
     To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the
@@ -446,6 +449,8 @@ def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str]) -> N
     for path, module in near.named_modules(prefix=prefix):
         tensors: Dict[str, Any] = {'weight': None, 'bias': None, **module._parameters, **module._buffers}
         weight, bias = f'{path}.weight'.lstrip('.'), f'{path}.bias'.lstrip('.')
+        if weight in shared:
+            own.owners.pop(bias, None)
         dim, owners = own.owners.get(weight, own.owners.get(bias, (0, None)))
         is_map = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
         if tensors['weight'] is None or owners is None or dim and is_map:

@@ -207,12 +207,12 @@ class FewerHeads:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
         before = shapes_of(module)
         changed = {name: size for name, size in self.shapes.items() if size != before[name]}
-        widths = {was: own for name, size in changed.items() for was, own in zip(before[name], size) if was != own}
-        for name, own in module.named_buffers():  # one that state dicts leave out is as wide as its heads
-            if name not in self.shapes and own.ndim == 1 and len(own) in widths and own.is_floating_point():
-                changed[name] = torch.Size([widths[len(own)]])
         for name, size in changed.items():
             resize(module, name, size)
+        for name, own in module.named_buffers():
+            path, _, leaf = name.rpartition('.')
+            if name in changed:  # one that state dicts left out
+                module.get_submodule(path).register_buffer(leaf, own)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
         set_sizes(module, shapes, self.built, self.before, self.left, self.way, self.spared)

@@ -141,7 +141,12 @@ def prune_heads(
     """
     check_not_distributed(model)
     with in_float32(model) as is_half:
-        return _pruned(model, heads, as_float32(inputs) if is_half else inputs, call)
+        try:
+            return _pruned(model, heads, as_float32(inputs) if is_half else inputs, call)
+        except RuntimeError as error:
+            if not is_half:
+                raise
+            raise RuntimeError(f'in float32, in which heads are removed, the model cannot run: {error}') from error
 
 
 @contextmanager

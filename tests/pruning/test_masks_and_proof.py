@@ -422,6 +422,14 @@ def test_inputs_of_other_sizes_than_the_example(settings, dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_that_a_model_casts_to(dtype):
+    model = small_vit(VIT).to(dtype)
+    with pytest.raises(RuntimeError, match='in float32, in which heads are removed, the model cannot run'):
+        prune_heads(model, {0: [1]}, IMAGES, call=lambda model, images: model(images.to(dtype)))
+    assert {own.dtype for own in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_is_left_as_it_was(dtype):
     """Where heads cannot be removed, every bit and every object is."""
     torch.manual_seed(0)
@@ -454,6 +462,68 @@ class Packed(nn.Module):
         number = torch.arange(x.shape[1])
         sees = (number[:, None] - number).abs() < self.reach
         return self.proj(F.scaled_dot_product_attention(*qkv, sees).transpose(1, 2).flatten(2))
+
+
+class Positions(Packed):
+    """Buffers that state dicts leave out: slopes of heads, gains of channels, decays of distances."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('slopes', torch.rand(4, 1, 1), persistent=False)
+        self.register_buffer('gain', torch.rand(32), persistent=False)
+        self.register_buffer('decay', torch.rand(32), persistent=False)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.weight).unflatten(2, (3, self.num_heads, 8)).permute(2, 0, 3, 1, 4)
+        number = torch.arange(x.shape[1])
+        distance = (number[:, None] - number).abs()
+        scores = q @ k.mT - self.slopes * distance - self.decay[distance]
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2) * self.gain)
+
+
+def test_buffers_that_state_dicts_leave_out():
+    """Those of heads travel with their values, others stay; a refused model has them as before."""
+    torch.manual_seed(0)
+    model, fresh, x = Positions(), Positions(), torch.randn(2, 5, 32)
+    fresh.decay.copy_(model.decay)
+    with pytest.raises(TypeError, match='no more'):
+        prune_heads(model, {'': [1]}, x, call=lambda model, x: model(x) if len(model.slopes) == 4 else stop())
+    assert {*model.state_dict()} == {*fresh.state_dict()}
+    with masked_heads(model, {'': [1]}):
+        expected = model(x)
+    prune_heads(model, {'': [1]}, x)
+    torch.testing.assert_close(model(x), expected)
+    follow_state_dict(fresh, model.state_dict())
+    fresh.load_state_dict(model.state_dict())
+    longer = torch.randn(2, 30, 32)
+    assert torch.equal(fresh(longer), model(longer)) and len(fresh.decay) == 32 and len(fresh.gain) == 24
+
+
+def stop():
+    raise RuntimeError('no more')
+
+
+class SharedKeys(Folded):
+    """Keys and values of one head for four heads of queries; softmax is blind to the bias of keys."""
+
+    def __init__(self):
+        super().__init__(32, 4)
+        self.k, self.v = nn.Linear(32, 8), nn.Linear(32, 8)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        scores = q @ self.k(x)[:, None].mT
+        return self.out((scores.softmax(-1) @ self.v(x)[:, None]).transpose(1, 2).flatten(2))
+
+
+def test_rounding_errors_are_no_heads():
+    """However small the gradient of a bias, it is of all heads that share its map."""
+    for seed in range(10, 18):
+        torch.manual_seed(seed)
+        model, x = SharedKeys(), torch.randn(3, 9, 32)
+        for heads in ([1, 3], [0]):
+            prune_heads(model, {'': heads}, x)
+        assert model.k.bias.shape == (8,) and model.q.weight.shape == (8, 32)
 
 
 def test_numbers_beside_a_weight():
