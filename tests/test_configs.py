@@ -80,16 +80,11 @@ def images(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp('images'))
 
 
-SMALL = [f'small/{path.stem}' for path in sorted(CONFIGS.glob('small/*.py'))]
-# Those of their own, all on the digits, and two of the small ones; the others differ from one of these in a few lines.
-QUICK = [name for name in MODELS if "_base_ = './" not in (CONFIGS / f'{name}.py').read_text() or 'digits' in name]
-QUICK += ['small/deit', 'small/cmhsa_narrow']
+SMALL = ['small/deit', 'small/cmhsa_narrow']  # which have all that others have; test_reproduce.py builds those
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*MODELS, *SMALL)]
-)
+@pytest.mark.parametrize('name', [*MODELS, *SMALL])
 def test_config_trains_validates_and_resumes(name, images, tmp_path):
     """As if the run had never stopped; number by number with the augmentation and the dropped paths of small ones."""
 

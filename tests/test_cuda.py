@@ -59,7 +59,10 @@ def test_model(kind, training):
     check(small_model(kind, depth=1).train(training), torch.rand(2, 3, 16, 16), torch.float32)
 
 
-@pytest.mark.parametrize('verb, name', [case for case in verbs.CASES if case[1] in (*KINDS, verbs.CNN, *verbs.VITS)])
+CASES = [case for case in verbs.CASES if case[1] in (*KINDS, verbs.CNN, *verbs.VITS)]
+
+
+@pytest.mark.parametrize('verb, name', CASES if ON_GPU else CASES[::10])
 def test_verb(verb, name):
     """In float64; what stays on the CPU, such as reports, is as near."""
     found = []

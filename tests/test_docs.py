@@ -167,43 +167,9 @@ def points(difference):
     return f'{names[round(difference) - 1]} point{"s" if difference >= 1.5 else ""}'
 
 
-def test_numbers_of_the_readme():
-    """Those of trainings are of the committed tables."""
-    page = (ROOT / 'README.md').read_text()
-    measured = {
-        '`sa_quadratic_cifar`': top1('C20-1', 'quadratic'),
-        '`sa_generalized_cifar`': top1('C20-1', 'generalized'),
-        '`sa_learned_cifar`': top1('C20-1', 'learned'),
-        '`sa_learned_content_cifar`': top1('C20-1', 'learned with content, 5,000 images'),
-        '`cmhsa3_patch16_224`': top1('two-phases', 'both phases'),
-        '': top1('C20-1', 'ResNet'),
-    }
-    rows = re.findall(r'^\| (`\w+`)? ?\|.*\| [\d.]+ \| ([\d.]+)[^|]*\|$', page, re.MULTILINE)
-    assert dict(rows) == {name: f'{mean(seeds.values()):.1f}' for name, seeds in measured.items()}
-    claims = {
-        'C20-1.md': (
-            '{} to {} points below',
-            [
-                mean(measured[''].values()) - mean(measured[f'`sa_{row}_cifar`'].values())
-                for row in ('quadratic', 'generalized', 'learned')
-            ],
-        ),
-    }
-    half = mean(ahead('pruning', 'all 24 heads', '12 heads, by importance'))
-    assert f'[{round(half)} point less](docs/tables/pruning.md) at a fifth fewer multiply-adds' in page
-    for_attention = points(min(ahead('T-CNN', 'additive attention', 'ResNet, trained on')))
-    assert f'after 50 more epochs of both, [{for_attention} more](docs/tables/T-CNN.md) than the CNN' in page
-    starts = 'Gaussian', 'sine-cosine embedding', 'mimetic'
-    gains = [round(mean(ahead('starts', row, 'as it comes'))) for row in starts]
-    claim = '[+{} points](docs/tables/starts.md) over the default start; its sine-cosine embedding alone +{}, '
-    assert f'{claim}a mimetic start +{{}} |'.format(*gains) in page
-    phases = ahead('two-phases', 'both phases', 'attention')
-    claim = f'[{mean(phases):.0f} points above](docs/tables/two-phases.md) attention from a random start on average'
-    assert f'{claim} ({min(phases):.0f} to {max(phases):.0f} by seed)' in page
-    assert f"(CMHSA's\nhave {measured['`cmhsa3_patch16_224`'][0]:.1f})" in page
-    for table, (sentence, numbers) in claims.items():
-        sentence = sentence.format(round(min(numbers)), round(max(numbers)))
-        assert f'[{sentence}](docs/tables/{table})' in page
+def gain(*rows):
+    """By how much a row is ahead of another, mean over seeds, in words."""
+    return points(mean(ahead(*rows)))
 
 
 def behind_a_cnn():
@@ -217,11 +183,37 @@ def behind_a_cnn():
     ]
 
 
+def test_numbers_of_the_readme():
+    """Those of trainings are of the committed tables."""
+    page = (ROOT / 'README.md').read_text()
+    measured = {
+        '`sa_quadratic_cifar`': top1('C20-1', 'quadratic'),
+        '`sa_generalized_cifar`': top1('C20-1', 'generalized'),
+        '`sa_learned_cifar`': top1('C20-1', 'learned'),
+        '`sa_learned_content_cifar`': top1('C20-1', 'learned with content, 5,000 images'),
+        '`cmhsa3_patch16_224`': top1('two-phases', 'both phases'),
+        '': top1('C20-1', 'ResNet'),
+    }
+    rows = re.findall(r'^\| (`\w+`)? ?\|.*\| [\d.]+ \| ([\d.]+)[^|]*\|$', page, re.MULTILINE)
+    assert dict(rows) == {name: f'{mean(seeds.values()):.1f}' for name, seeds in measured.items()}
+    behind = behind_a_cnn()[0]
+    assert f'[{round(behind[0])} to {round(behind[-1])} points below](docs/tables/C20-1.md)' in page
+    half = mean(ahead('pruning', 'all 24 heads', '12 heads, by importance'))
+    assert f'[{round(half)} point less](docs/tables/pruning.md) at a fifth fewer multiply-adds' in page
+    for_attention = points(min(ahead('T-CNN', 'additive attention', 'ResNet, trained on')))
+    assert f'after 50 more epochs of both, [{for_attention} more](docs/tables/T-CNN.md) than the CNN' in page
+    starts = 'Gaussian', 'sine-cosine embedding', 'mimetic'
+    gains = [round(mean(ahead('starts', row, 'as it comes'))) for row in starts]
+    claim = '[+{} points](docs/tables/starts.md) over the default start; its sine-cosine embedding alone +{}, '
+    assert f'{claim}a mimetic start +{{}} |'.format(*gains) in page
+    phases = ahead('two-phases', 'both phases', 'attention')
+    claim = f'[{mean(phases):.0f} points above](docs/tables/two-phases.md) attention from a random start on average'
+    assert f'{claim} ({min(phases):.0f} to {max(phases):.0f} by seed)' in page
+    assert f"(CMHSA's\nhave {measured['`cmhsa3_patch16_224`'][0]:.1f})" in page
+
+
 def test_answers_of_the_tables():
     """Each page begins with a question and an answer, whose numbers are those of its results."""
-
-    def average(*rows):
-        return points(mean(ahead(*rows)))
 
     def range_of(values, digits=0):
         return f'{min(values):.{digits}f} to {max(values):.{digits}f}'
@@ -232,24 +224,24 @@ def test_answers_of_the_tables():
     robust = [mean(ahead('T-CNN', f'{kind} attention', cnn, 'corrupted')) for kind in ('additive', 'gated')]
     starts = [('starts', row, 'as it comes') for row in ('Gaussian', 'sine-cosine embedding', 'mimetic')]
     gaussian, embedding, mimetic, wide = (
-        average(*rows).split()[0] for rows in [*starts, ('starts', 'Gaussian, 192', 'as it comes, 192')]
+        gain(*rows).split()[0] for rows in [*starts, ('starts', 'Gaussian, 192', 'as it comes, 192')]
     )
     phases = [('two-phases', 'both phases', other) for other in ('attention', 'ViT', 'convolution')]
     spreads = [
         sum(np.ptp(list(top1('pruning', f'{left} heads, {how}').values())) for left in (18, 12, 6))
         for how in ('by importance', 'at random')
     ]
-    assert spreads[0] < spreads[1] and average('starts', 'impulse, 192', 'random embedding, 192') == 'level'
+    assert spreads[0] < spreads[1] and gain('starts', 'impulse, 192', 'random embedding, 192') == 'level'
     answers = {
         'C20-1': f'It ends {many} points below with 20,000 images, {few} with 5,000. '
         f'Content costs learned heads {content:.0f} points',
         'C20-E': 'Without them the trained network trains on to the same accuracy',
         'two-phases': f'yes, {range_of(ahead(*phases[0]))} points more than attention from a random start and '
-        f'{average(*phases[1]).split()[0]} more than a ViT, but hardly more than the convolution alone: '
-        f'{average(*phases[2])} on average',
-        'T-CNN': f'It ends {average("T-CNN", "gated attention", cnn)} above the CNN that trains on as long, in twice '
+        f'{gain(*phases[1]).split()[0]} more than a ViT, but hardly more than the convolution alone: '
+        f'{gain(*phases[2])} on average',
+        'T-CNN': f'It ends {gain("T-CNN", "gated attention", cnn)} above the CNN that trains on as long, in twice '
         f'the time, and {range_of(robust, 1)} points above it',
-        'pruning': f'half of them for {average("pruning", "all 24 heads", "12 heads, by importance")} of accuracy',
+        'pruning': f'half of them for {gain("pruning", "all 24 heads", "12 heads, by importance")} of accuracy',
         'starts': f'{gaussian} points more, but the sine-cosine embedding that comes with them gains {embedding} '
         f'alone, and mimetic heads gain {mimetic}. With 192 channels, in three heads of 64, Gaussian heads gain {wide} '
         'points',
@@ -272,9 +264,6 @@ def test_hours_of_the_tables():
 def test_numbers_of_the_findings():
     """Differences, and what they cost, are those of the committed tables."""
     page = ' '.join((ROOT / 'docs/findings.md').read_text().split())
-
-    def gain(*rows):
-        return points(mean(ahead(*rows)))
 
     behind = behind_a_cnn()
     limits = [round(gaps[i]) for gaps in behind for i in (0, -1)]

@@ -73,15 +73,6 @@ def test_every_function_of_other_libraries_is_the_one_of_before(with_mmpretrain)
     assert lines[-1] == ("4 True [] ['attncnn://'] False" if with_mmpretrain else '2 True [] [] False')
 
 
-def test_imports_run_one_way(repository, monkeypatch, capsys):
-    """The arrows between the folders of the package, which pyproject.toml lists."""
-    cli = pytest.importorskip('importlinter.cli', reason='pip install import-linter')
-    monkeypatch.chdir(repository)  # for the package of this checkout
-    monkeypatch.setattr('logging.config.dictConfig', lambda config: None)  # it would silence all other loggers
-    status = cli.lint_imports(config_filename=str(repository / 'pyproject.toml'), no_cache=True, verbose=False)
-    assert status == cli.EXIT_STATUS_SUCCESS, capsys.readouterr().out
-
-
 def narrow_vit():
     """Two heads of 64 channels of three, which the state dict alone says."""
     model = timm.create_model('vit_tiny_patch16_224', depth=1, num_classes=5)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from pathlib import Path
 
 import pytest
 from helpers.images import write_images
@@ -230,13 +229,3 @@ def test_versions_that_mmpretrain_refuses():
     (sentence,) = run(sys.executable, '-c', sabotage + IMPORT + works).splitlines()
     assert sentence.startswith('mmpretrain cannot be imported with the versions that are installed')
     assert 'MMCV==99.0.0 is used but incompatible' in sentence and 'mmcv-lite>=2.0,<2.4' in sentence
-
-
-@pytest.mark.slow
-def test_setuptools_without_pkg_resources():
-    package_utils = pytest.importorskip('mmengine.utils.package_utils')
-    if 'pkg_resources' not in Path(package_utils.__file__).read_text():
-        pytest.skip('onedl-mmengine needs no pkg_resources')
-    works = "from mmpretrain.registry import MODELS; assert 'SAQuadratic' in MODELS"
-    (sentence,) = python_without(['pkg_resources'], IMPORT + works)
-    assert 'pip install "setuptools<82"' in sentence

@@ -112,6 +112,7 @@ class AttentionRecorder:
 
     def __exit__(self, *error: Any) -> None:
         self._watching.__exit__(*error)
+        del self._watching  # a cycle of references would keep the maps
         if error[0] is None:
             self.wanted.check()
 
@@ -329,13 +330,13 @@ class Rollout:
             self.tokens = self.first = keys
         if not self._brought(batch, number, keys):
             raise self._other(name, number)
-        same = None if queries is None or keys is None else (queries[:, None] == keys) & (keys < 0)
-        if rows == number:
+        same = None if queries is None or keys is None else queries[:, None] == keys
+        if rows == number and (queries is keys or same is not None and bool(same.diagonal().all())):
             self.joint = weights @ self.joint + keep * self.joint
-        elif same is not None and same.any(1).all():  # tokens that attend to all, as class tokens do
-            some = same.long().argmax(1)
+        elif same is not None and keys is not None and (same & (keys < 0)).any(1).all():
+            some = same.long().argmax(1)  # tokens that attend to all, as class tokens do
             self.joint = self.joint.index_copy(1, some, weights @ self.joint + keep * self.joint[:, some])
-        elif rows < number and (queries is None or (queries <= 0).all()):
+        elif rows <= number and (queries is None or (queries <= 0).all()):
             self.pooled = weights @ self.joint
         else:
             raise self._other(name, f'{rows} to {number}')

@@ -3,6 +3,7 @@
 Each entry of a tensor has a number. That of a place is positive, and says the image, row and column, of a pixel or of
 the output of the last convolution; that of a token beside the grid, such as a class token or a register, is negative;
 padding has 0. What a function moves, it moves of the numbers too. A linear map keeps those of its first channel.
+Images of further arguments have numbers with a fraction, which tells their tokens from those of the first.
 """
 
 import math
@@ -26,6 +27,10 @@ MOVES = {
     *('tensor_split', 'tile', 'transpose', 'unbind', 'unflatten', 'unfold', 'unsqueeze', 'view', 'view_as', '__get__'),
     *('amax', 'max'),  # of several places it keeps the last
 }
+WRITES = {
+    *('__setitem__', 'copy_', 'index_copy', 'index_put', 'masked_scatter', 'scatter'),
+    *('select_scatter', 'slice_scatter'),
+}
 PRODUCTS = {'linear', 'matmul', '__matmul__', 'bmm'}
 GRIDS = 'conv', 'pool', 'interpolate'  # in the names of functions that make another grid
 
@@ -36,7 +41,7 @@ class Followed:
     def __init__(self) -> None:
         self.numbers: Any = WeakTensorKeyDictionary()
         self.beside = 0  # tokens beside the grid so far
-        self.has_begun = False
+        self.number = 0  # of images that came as arguments
 
     def of(self, tensor: Any) -> Optional[Tensor]:
         """Returns the numbers of a tensor's entries, of its shape; None where they are unknown."""
@@ -46,12 +51,12 @@ class Followed:
         """Numbers the pixels of images ``(B, C, H, W)``, or of the frames of videos."""
         is_plain = isinstance(images, Tensor) and not images.is_nested
         if is_plain and images.ndim in (4, 5) and images.is_floating_point():
-            self.numbers[images] = new_numbers(images, None)
-            self.has_begun = True
+            self.numbers[images] = new_numbers(images, None, self.number / 16)
+            self.number += 1
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Finds the numbers of the output of a function."""
-        if not self.has_begun and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
+        if not self.number and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
             self.begin(args[0])
         everything = flat((*args, *kwargs.values()))
         tensors = [own for own in everything if own in self.numbers]
@@ -60,8 +65,13 @@ class Followed:
         first, name = tensors[0], func.__name__
         if name in MOVES or name.rstrip('_') in MOVES:
             self.move(func, args, kwargs, output)
+        elif name in WRITES or name.rstrip('_') in WRITES:
+            if any(own is not args[0] for own in tensors):  # of what has no numbers it takes the place
+                self.move(func, args, kwargs, args[0] if output is None else output, writes=True)
         elif func is torch.einsum:
             self.sum_up(args, output)
+        elif name.endswith('_like') or name.startswith('new_') or 'index_' in name or 'scatter' in name:
+            self.numbers.pop(output, None)  # other values, or sums of several places
         elif not isinstance(output, Tensor) or not output.is_floating_point():
             return
         elif name in PRODUCTS:
@@ -84,24 +94,26 @@ class Followed:
             if own in self.numbers and own.shape == other.shape:
                 self.numbers[other] = self.numbers[own]
 
-    def move(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Moves the numbers as a function moved the tensors."""
-
-        def numbers(own: Any) -> Any:
-            if isinstance(own, (list, tuple)):
-                return type(own)(map(numbers, own)) if any(isinstance(part, Tensor) for part in own) else own
-            if not isinstance(own, Tensor) or not own.is_floating_point():
-                return own
-            found = self.of(own)
-            return self.new_tokens(own) if found is None else found
-
+    def move(self, func: Any, args: Any, kwargs: Any, output: Any, writes: bool = False) -> None:
+        """Moves the numbers as a function moved the tensors, into a copy of those of its first argument or not."""
         try:
-            moved = func(*map(numbers, args), **{name: numbers(own) for name, own in kwargs.items()})
+            first, *others = map(self.like, args)
+            first = first.clone() if writes else first
+            moved = func(first, *others, **{name: self.like(own) for name, own in kwargs.items()})
         except (RuntimeError, TypeError, ValueError, IndexError):  # it takes no float64, or asks for memory of its own
             return
-        for own, found in zip(flat([output]), flat([moved])):
+        for own, found in zip(flat([output]), flat([first if moved is None else moved])):
             if own.shape == found.shape:
                 self.numbers[own] = found
+
+    def like(self, own: Any) -> Any:
+        """Returns an argument of a function, where tensors of floats are their numbers."""
+        if isinstance(own, (list, tuple)):
+            return type(own)(map(self.like, own)) if any(isinstance(part, Tensor) for part in own) else own
+        if not isinstance(own, Tensor) or not own.is_floating_point():
+            return own
+        found = self.of(own)
+        return self.new_tokens(own) if found is None else found
 
     def new_tokens(self, tokens: Tensor) -> Tensor:
         """Numbers tokens ``(B, N, D)`` that come to a grid, and what else comes as padding."""
@@ -230,18 +242,19 @@ def places_of_grid(images: int, grid: Tuple[int, ...], window: Optional[Window] 
     return Places(queries.flatten(1), numbers.flatten(1))
 
 
-def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:
+def new_numbers(grid: Tensor, before: Optional[Tensor], fraction: float = 0) -> Tensor:
     """Returns the numbers of the places of ``(B, C, …, H, W)``; frames of a video lie one below the other.
 
-    The images are those of ``before``, the numbers of what the grid was computed from.
+    The images are those of ``before``, the numbers of what the grid was computed from; or new ones, with a fraction.
     """
     sides = grid.shape[2:]
     place: Any = torch.arange(math.prod(sides[:-1]), device=grid.device, dtype=torch.float64)[:, None] * SIDE
     place = place + torch.arange(sides[-1], device=grid.device) + 1
     if before is None:
-        image = torch.arange(len(grid), device=grid.device, dtype=torch.float64) * SIDE**2
+        image = torch.arange(len(grid), device=grid.device, dtype=torch.float64) * SIDE**2 + fraction
     else:
-        image = before.flatten(1).amax(1) // SIDE**2 * SIDE**2
+        last = before.flatten(1).amax(1)
+        image = last // SIDE**2 * SIDE**2 + last % 1
     return (image.view(-1, *[1] * (grid.ndim - 1)) + place.view(sides)).expand(grid.shape)
 
 

@@ -1,18 +1,19 @@
 """Hooks for trainings that survive killed processes, full disks and damaged files, of any model."""
 
 import contextlib
+import copy
 import os
 from pathlib import Path
-from typing import Optional, Union
+from typing import Dict, Iterator, Optional, Union
 
-from mmengine.dist import is_main_process
+from mmengine.dist import all_gather_object, is_main_process
 from mmengine.fileio import LocalBackend, exists, join_path, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
 
 from ..checkpoint_files import load_from_local
-from .runner import averaged_models, checkpoint_to_load, is_resumed, seed_epoch
+from .runner import averaged_models, check_loop, checkpoint_to_load, is_resumed, samplers_of, seed_epoch
 
 UNFIT = 'missing, damaged or without an optimizer'
 
@@ -83,11 +84,12 @@ def load_or_empty(path: Union[str, Path]) -> dict:
 class AtomicCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
-    ``max_keep_ckpts`` removes an old checkpoint when the new one is there. Where the last one is damaged all the same,
-    ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
-    checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed from. A
-    checkpoint of another model is an error, and so is one to resume from that does not restore all of the run. Weights
-    that are not finite are an error instead of a checkpoint.
+    An old checkpoint, also that of the best epoch, is removed when the new one is there. Where the last one is damaged
+    all the same, ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied
+    resumes the checkpoints in it. A run writes and removes nothing outside of its own folder, wherever it was resumed
+    from. A checkpoint of another model is an error, and so is one to resume from that does not restore all of the run.
+    A schedule that would have another end by now is a warning. Weights that are not finite are an error instead of a
+    checkpoint.
 
     The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
@@ -133,20 +135,29 @@ class AtomicCheckpointHook(CheckpointHook):
             ValueError: It does not restore optimizers, schedulers and weights.
         """
         _check_resumable(runner, checkpoint)
-        theirs, ours = (len(of or ()) for of in (checkpoint.get('param_schedulers'), runner.param_schedulers))
-        if is_resumed(runner) and theirs != ours and runner.param_schedulers is not None:  # mmengine warns of None
+        theirs, ours = checkpoint.get('param_schedulers') or (), runner.param_schedulers
+        if not is_resumed(runner) or ours is None:  # mmengine warns of None
+            return
+        if len(theirs) != len(ours):
             raise ValueError(
-                f'{checkpoint_to_load(runner)} has the state of {theirs} param_schedulers, but the run has {ours}: '
-                'give the config that it was trained with'
+                f'{checkpoint_to_load(runner)} has the state of {len(theirs)} param_schedulers, but the run has '
+                f'{len(ours)}: give the config that it was trained with'
             )
+        for own, state in zip(ours, theirs) if isinstance(ours, list) else ():
+            if own.end != state['end']:
+                runner.logger.warning(
+                    f'{type(own).__name__} ends at {state["end"]}, as in the checkpoint, and not at {own.end}, as it '
+                    'would now: a run that resumes keeps its schedule, whatever its epochs and batches are'
+                )
 
     def before_train(self, runner) -> None:
         """Points to the run's own files instead of another's, and removes what a killed process has left incomplete."""
         hub, folder = runner.message_hub, runner.work_dir
         if self.out_dir not in (None, folder):  # as mmengine does
             folder = join_path(self.out_dir, os.path.basename(folder.rstrip(os.sep)))
-        for key in [key for key in hub.runtime_info if key == 'last_ckpt' or key.startswith('best_ckpt')]:
-            own = join_path(folder, os.path.basename(hub.pop_info(key)))
+        for key, path in _named_in(hub).items():
+            hub.pop_info(key)
+            own = join_path(folder, os.path.basename(path))
             if exists(own, self.backend_args):
                 hub.update_info(key, own)
         super().before_train(runner)
@@ -167,16 +178,31 @@ class AtomicCheckpointHook(CheckpointHook):
                     f'not saved; the last checkpoint is {last}: resume with a lower rate, or with clip_grad'
                 )
 
-    def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
-        """Removes the oldest checkpoint after the new one is written; mmengine does so before."""
-        kept, oldest = self.keep_ckpt_ids if self.max_keep_ckpts > 0 else (), None
-        if len(kept) == self.max_keep_ckpts and step not in kept:
-            oldest = kept.popleft()
-        super()._save_checkpoint_with_step(runner, step, meta)
-        if oldest is not None and is_main_process():
-            path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(oldest))
-            if self.file_backend.isfile(path):
-                self.file_backend.remove(path)
+    def _save_checkpoint_with_step(self, runner, *args, **kwargs) -> None:
+        with self._removed_last(runner):
+            super()._save_checkpoint_with_step(runner, *args, **kwargs)
+
+    def _save_best_checkpoint(self, runner, metrics) -> None:
+        with self._removed_last(runner):
+            super()._save_best_checkpoint(runner, metrics)
+
+    @contextlib.contextmanager
+    def _removed_last(self, runner) -> Iterator[None]:
+        """Removes files after what comes in their place is written; mmengine does so before."""
+        backend, removed = self.file_backend, []
+        self.file_backend = copy.copy(backend)
+        self.file_backend.remove = removed.append
+        try:
+            yield
+        finally:
+            self.file_backend = backend
+        for path in set(removed) - {*_named_in(runner.message_hub).values()}:  # not what was written anew
+            backend.remove(path)
+
+
+def _named_in(hub) -> Dict[str, str]:
+    """Returns the paths of the last and of the best checkpoints, by their keys in ``runtime_info``."""
+    return {key: path for key, path in hub.runtime_info.items() if key == 'last_ckpt' or key.startswith('best_ckpt')}
 
 
 def _check_resumable(runner, checkpoint: dict) -> None:
@@ -207,11 +233,31 @@ class EpochSeedHook(Hook):
     """Draws the random numbers of each epoch from only the seed of the run, the epoch and the rank.
 
     Checkpoints of mmengine hold no random state. With this hook a run that resumes from the checkpoint of an epoch ends
-    with the same weights as one that was never stopped, where the computations themselves are deterministic. The data
-    loader must have ``num_workers=0`` or ``persistent_workers=False``.
+    with the same weights as one that was never stopped, where the computations themselves are deterministic: it draws
+    by the seed of the checkpoint. Workers of the data loader, which mmengine seeds alike in each epoch, draw other
+    numbers in each.
     """
 
     priority = 'VERY_LOW'  # after the hooks that draw random numbers of their own
+
+    def before_train(self, runner) -> None:
+        """Has samplers take the seed of the run, which a checkpoint may have changed, and workers that of each epoch.
+
+        Raises:
+            TypeError: The loop does not count epochs.
+            ValueError: The data loader keeps its workers, whose random numbers go on from one epoch to the next.
+        """
+        check_loop(runner, self)
+        loader, seed = runner.train_dataloader, all_gather_object(runner.seed)[0]
+        if loader.persistent_workers:
+            raise ValueError(
+                'EpochSeedHook cannot seed the workers of a train_dataloader with persistent_workers=True again: give '
+                'it persistent_workers=False'
+            )
+        loader.worker_init_fn = None  # PyTorch seeds workers by the numbers of this process
+        for sampler in samplers_of(loader):
+            if hasattr(sampler, 'seed'):
+                sampler.seed = seed
 
     def before_train_epoch(self, runner) -> None:
         """Seeds Python, numpy and PyTorch."""

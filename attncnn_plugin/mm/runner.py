@@ -12,8 +12,8 @@ from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from ..attention.state_dicts import without_prefix
 from ..change import Change
 from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
@@ -107,14 +107,12 @@ def refresh_averages(runner: Runner) -> None:
         averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
 
 
-def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> Optional[Change]:
+def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> Change:
     """Brings the model of a run, and its averages, to the structure of a checkpoint; returns what changed."""
-    state_dict = without_prefix(checkpoint.get('state_dict', checkpoint), 'module.')  # as mmengine does
-    change = follow_state_dict(unwrapped(runner.model), state_dict, strict=False)
-    for averaged in averaged_models(runner):
-        follow_state_dict(unwrapped(averaged.module), state_dict, strict=False)
+    models = [unwrapped(own) for own in (runner.model, *(averaged.module for averaged in averaged_models(runner)))]
+    changes = [follow_state_dict(model, checkpoint, strict=False) for model in models]
     refresh_averages(runner)
-    return change
+    return changes[0]
 
 
 @master_only
@@ -146,10 +144,15 @@ def seed_epoch(runner: Runner) -> None:
     set_random_seed(int(sequence.generate_state(1)[0]))
 
 
+def samplers_of(loader: DataLoader) -> Tuple[Any, Any]:
+    """Returns the sampler of a data loader, and that in its sampler of batches, or None."""
+    return loader.sampler, getattr(loader.batch_sampler, 'sampler', None)
+
+
 def training_batches(runner: Runner, number: int) -> List[Any]:
     """Returns training batches, the same ones whether or not the run was resumed; random numbers stay as they are."""
     loader = runner.train_dataloader
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, 'sampler', None)):
+    for sampler in samplers_of(loader):
         if hasattr(sampler, 'set_epoch'):
             sampler.set_epoch(runner.epoch)
     with random_numbers_kept():

@@ -100,7 +100,7 @@ def observed_attention(
     observed = {name: ObservedAttention(layer.num_heads, size) for name, layer in layers.items()}
 
     def visit(name: str, probs: Tensor, places: Any) -> None:
-        observed[name.partition('#')[0]].add(probs.float())
+        observed[name.partition('#')[0]].add(probs)
 
     def visit_own(name: str, layer: Any, x: Tensor) -> None:
         observed[name.partition('#')[0]].size = layer.grid_of(x)

@@ -23,6 +23,7 @@ from ..attention.window import shown
 from ..change import held_by
 from ..heads.choice import Layers, chosen_by
 from ..heads.found import find_entries, is_in, seen_heads
+from ..heads.places import Places, cells
 from ..heads.seen import AnyAttention, watching
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
@@ -36,17 +37,20 @@ AMOUNTS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {  # what each must be
 }
 
 
-def of_images(of_calls: Sequence[Tensor], images: int) -> Tensor:
+def of_images(of_calls: Sequence[Tuple[Tensor, Places]], images: int) -> Tensor:
     """Returns ∂L/∂ξ of the loss of each image, ``(images, N_h)``, by those of the mean loss in each call.
 
-    A call has rows for all images, and windows of an image lie one after the other. Attention can be called several
-    times in one pass.
+    A call has rows for all images. Which image a row is of, such as a window, its places say; where they are unknown,
+    windows of an image lie one after the other. Attention can be called several times in one pass.
     """
-    total = of_calls[0].new_zeros(images, of_calls[0].shape[1])
-    for rows in of_calls if images else ():
+    total = of_calls[0][0].new_zeros(images, of_calls[0][0].shape[1])
+    for rows, places in of_calls if images else ():
         if len(rows) % images:
             raise ValueError(f'a layer got {len(rows)} rows for {images} images: as many rows of each were expected')
-        total += images * rows.unflatten(0, (images, -1)).sum(1)
+        image = torch.arange(images, device=rows.device).repeat_interleave(len(rows) // images)
+        if places.queries is not None:
+            image = cells(places.queries)[0].amax(1).where((places.queries > 0).any(1), image)
+        total.index_add_(0, image, images * rows)
     return total
 
 
@@ -67,12 +71,13 @@ def loss_and_gradients(
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
         seen = list(outputs)
         found = torch.autograd.grad(value, [y for _, y in seen], allow_unused=True) if seen else ()
-    of_calls: Dict[str, List[Tensor]] = {}
+    of_calls: Dict[str, List[Tuple[Tensor, Places]]] = {}
     for (attention, y), gradient in zip(seen, found):
         calls = of_calls.setdefault(attention.name.partition('#')[0], [])
         if gradient is not None:
             of_heads = attention.of_heads(y.detach().double() * gradient.double())
-            calls.append(torch.stack([own.flatten(1).sum(1) for own in of_heads], 1))  # ∂L/∂ξ = Σ y ∂L/∂y
+            rows = torch.stack([own.flatten(1).sum(1) for own in of_heads], 1)  # ∂L/∂ξ = Σ y ∂L/∂y
+            calls.append((rows, attention.places))
     for name, calls in of_calls.items():
         if not calls:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')

@@ -34,6 +34,7 @@ class EpochCallback(Callback):
         self.parts = parts
         self.names: List[List[List[Optional[str]]]] = []  # None for parameters of others
         self.follows: List[RemovableHandle] = []
+        self.epoch: Optional[int] = None  # that has begun
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Checks the module, before a checkpoint is loaded into it.
@@ -43,7 +44,7 @@ class EpochCallback(Callback):
             ValueError: A part cannot do what it is told.
         """
         check_one_device(trainer.world_size)
-        self.names = []  # of an earlier fit
+        self.names, self.epoch = [], None  # not of an earlier fit
         for part in self.parts:
             part.check(pl_module)
         self.teardown()
@@ -76,8 +77,14 @@ class EpochCallback(Callback):
                 group['params'][:] = [next(others) if name is None else named[name] for name in names]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.epoch = trainer.current_epoch
         for part in self.parts:
             part.on_epoch_begin(pl_module, trainer.optimizers, trainer.current_epoch, _copies(trainer))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """Begins an epoch for Lightning, which does not where it resumes from the last batch of the one before."""
+        if batch_idx == 0 and self.epoch != trainer.current_epoch:
+            self.on_train_epoch_start(trainer, pl_module)
 
 
 def _copies(trainer: Any) -> List[nn.Module]:

@@ -238,16 +238,6 @@ def test_of_shifts_with_equal_shares_the_shortest_is_the_nearest():
     assert [head.nearest_shift for head in layer_report(MeanAttention(probs, (8, 8))).heads] == [(0, 1), (0, 2)]
 
 
-def test_mixture():
-    layer = hard_layer([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]], torch.tensor([40.0, 40.0, 1.0, 0.0]))
-    report = report_of(layer, (8, 8))
-    assert [head.kind for head in report.heads] == ['hard', 'hard', 'soft', 'uniform']
-    uniform = report.heads[3]
-    assert uniform.relative_entropy == 1 and uniform.share == pytest.approx(1 / 64)
-    assert uniform.mass_3x3 == pytest.approx(9 / 64) and uniform.mass_5x5 == pytest.approx(25 / 64)
-    assert uniform.nearest_shift == (0, 0)
-
-
 def test_one_fixed_key_is_no_hard_head():
     """All queries attend to the same token: no shift, but for a corner, which is replicate padding."""
     probs = torch.zeros(1, 36, 36)

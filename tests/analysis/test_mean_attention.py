@@ -109,24 +109,6 @@ def test_the_same_in_parts(monkeypatch):
     assert seen.count(1) >= len(images)  # the layer itself has other passes
 
 
-def test_a_detector_asks_for_more_than_images():
-    """``call`` says how a model runs: here a part of it."""
-
-    class Detector(nn.Module):
-        def __init__(self, backbone):
-            super().__init__()
-            self.backbone = backbone
-
-        def forward(self, images, boxes):
-            raise AssertionError('the whole detector ran')
-
-    model, images = content_model(), torch.randn(IMAGES)
-    expected, call = mean_attention(model, images), lambda model, images: model.backbone(images)
-    found = mean_attention(Detector(model), images, call=call)
-    assert list(found) == [f'backbone.{name}' for name in expected]
-    assert all(torch.equal(found[f'backbone.{name}'].probs, own.probs) for name, own in expected.items())
-
-
 def test_the_model_stays_as_it_was():
     model, images = content_model(proj_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5), torch.randn(IMAGES)
     model.train()

@@ -217,22 +217,16 @@ def test_resized_tables(source, target, seed):
 @pytest.mark.parametrize(
     'make, message',
     [
-        (lambda: RelativeTables(0, (2, 2)), 'dim=0 must be even'),
+        *((lambda dim=dim: RelativeTables(dim, (1, 1)), f'dim={dim} must be even') for dim in (0, 3)),
         (lambda: LearnedAttention(4, 2, max_size=16), 'max_size=16 must be the height and the width'),
-        (lambda: LearnedAttention(4, 2, max_size=(0, 4)), r'max_size=\(0, 4\)'),
+        (lambda: LearnedAttention(4, 2, max_size=(0, 1)), r'max_size=\(0, 1\)'),
+        (lambda: LearnedAttention(4, 2, max_size=(1, 0)), r'max_size=\(1, 0\)'),
+        *(
+            (lambda heads=heads: prune_heads(QuadraticAttention(4, 3), {'': heads}), 'different heads from 0 to 2')
+            for heads in ([3], [-1], [0, 0])
+        ),
     ],
 )
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_least_and_largest_numbers():
-    """The smallest tables and grids there are, and the first head that is not there."""
-    assert RelativeTables(2, (1, 1)).row_table.shape == (1, 1)
-    for dim, size in ((0, (1, 1)), (3, (1, 1)), (2, (0, 1)), (2, (1, 0))):
-        with pytest.raises(ValueError, match=f'dim={dim}' if dim != 2 else 'max_size='):
-            RelativeTables(dim, size)
-    for heads in ([3], [-1], [0, 0]):
-        with pytest.raises(ValueError, match='must be different heads from 0 to 2'):
-            prune_heads(QuadraticAttention(4, 3), {'': heads})

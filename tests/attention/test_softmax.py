@@ -44,57 +44,32 @@ def random_layer(name, alpha, centers):
 CASES = [(0.5, 2, (16, 12)), (2, 30, (9, 9)), (6, 2, (3, 4)), (46, 2, (8, 8)), (800, 9, (6, 5)), (2, 3, (1, 1))]
 
 
-def outputs_and_gradients(layer, x, autocast=None):
+def outputs_and_gradients(layer, x, autocast):
     with torch.autocast('cpu', autocast, enabled=autocast is not None):
         output = layer(x)
     loss = (output.float() * torch.linspace(1, 2, output.numel()).view(output.shape)).sum()
     return [output, *torch.autograd.grad(loss, [x, *layer.parameters()], allow_unused=True)]
 
 
-def assert_same_bits(name, case, dtype, run, patch):
-    """The same bits but for gradients of next to nothing: those of heads that attend to one pixel alone."""
-    alpha, centers, size = case
-    layer = random_layer(name, alpha, centers).to(dtype)
-    x = torch.randn((2, 4, *size) if takes_images(name) else (2, *size, 4), dtype=dtype, requires_grad=True)
-    flushed = run(layer, x)
-    with patch.context() as inside:
-        inside.setattr(F, 'threshold', lambda probs, *_: probs)
-        plain = run(layer, x)
-    for own, other in zip(flushed, plain):
-        if own is None or other is None:
-            assert own is other
-            continue
-        assert (own - other).abs().max() <= 1e-24
-        counts = other.abs() >= (1e-8 if dtype == torch.float64 else 1e-16)  # whose last bit is more than that
-        assert torch.equal(own[counts], other[counts])
-
-
 @pytest.mark.parametrize('precision', PRECISIONS)
 @pytest.mark.parametrize('name', LAYERS)
 def test_same_bits(name, precision, monkeypatch):
+    """But for gradients of next to nothing: those of heads that attend to one pixel alone."""
     dtype, autocast = PRECISIONS[precision]
-    torch.manual_seed(0)
-    for case in CASES:
-        assert_same_bits(name, case, dtype, lambda layer, x: outputs_and_gradients(layer, x, autocast), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', LAYERS)
-def test_same_bits_compiled(name, monkeypatch):
-    """With a function less, the compiler rounds the gradients of generalized encodings otherwise."""
-
-    def run(layer, x):
-        torch.compiler.reset()
-        found = outputs_and_gradients(torch.compile(layer, backend='aot_eager'), x)
-        if name != 'generalized':
-            return found
-        for own, expected in zip(found[4:], outputs_and_gradients(layer, x)[4:]):  # beside x, value.weight, value.bias
-            assert (own - expected).abs().max() <= 1e-5 * expected.abs().max()
-        return found[:4]
-
-    torch.manual_seed(0)
-    for case in (CASES[1], CASES[3]):
-        assert_same_bits(name, case, torch.float32, run, monkeypatch)
+    for alpha, centers, size in CASES:
+        layer = random_layer(name, alpha, centers).to(dtype)
+        x = torch.randn((2, 4, *size) if takes_images(name) else (2, *size, 4), dtype=dtype, requires_grad=True)
+        flushed = outputs_and_gradients(layer, x, autocast)
+        with monkeypatch.context() as inside:
+            inside.setattr(F, 'threshold', lambda probs, *_: probs)
+            plain = outputs_and_gradients(layer, x, autocast)
+        for own, other in zip(flushed, plain):
+            if own is None or other is None:
+                assert own is other
+                continue
+            assert (own - other).abs().max() <= 1e-24
+            counts = other.abs() >= (1e-8 if dtype == torch.float64 else 1e-16)  # whose last bit is more than that
+            assert torch.equal(own[counts], other[counts])
 
 
 @pytest.mark.parametrize('name', ['quadratic', 'hard_image', 'generalized', 'content_image', 'patches_grid'])

@@ -16,18 +16,16 @@ from helpers.small_configs import SMALL_VIT
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
-from attncnn_plugin import visualization
 from attncnn_plugin.analysis import head_report
-from attncnn_plugin.mm.datasets import Digits
 
-MODELS_OF = {name: ['--mm', f'{name}.py', f'{name}.pth'] for name in ('quadratic', 'learned_content', 'vit_base')}
+MODELS_OF = {name: ['--mm', f'{name}.py', f'{name}.pth'] for name in ('quadratic', 'vit_base')}
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory, repository):
     """Configs of small models, their checkpoints, a training's log, and images of another size."""
     folder = tmp_path_factory.mktemp('configs')
-    configs = {name: small_config(repository, folder, f'sa_{name}_digits') for name in ('quadratic', 'learned_content')}
+    configs = dict(quadratic=small_config(repository, folder, 'sa_quadratic_digits'))
     configs['vit_base'] = Config.fromfile(repository / 'configs/vit_base_cifar100.py')
     configs['vit_base'].model.backbone.arch, configs['vit_base'].model.head.in_channels = SMALL_VIT, 16
     init_default_scope('mmpretrain')
@@ -66,23 +64,6 @@ def test_report_by_position(done, folder):
         assert layer == {**json.loads(json.dumps(expected.to_dict())), 'name': layer['name']}
 
 
-def test_report_of_content(done, folder):
-    """Of images of the test set, scaled as its pipeline does."""
-    model = MODELS_OF['learned_content']
-    assert 'mean over 5 images' in done('report', *model, '--num-images', 5, '--json', 'content.json')
-    loaded = check_schema((folder / 'content.json').read_text())
-    assert [layer['attention'] for layer in loaded['layers']] == ['position', 'images'] * 2
-    digits = Digits(split='test')
-    images = [digits[i * len(digits) // 5]['img'] for i in range(5)]
-    images = np.array([cv2.resize(image, (16, 16), interpolation=cv2.INTER_CUBIC) for image in images])
-    by_hand = small_timm('sa_learned_content_cifar', in_chans=1, img_size=16, checkpoint_path='learned_content.pth')
-    expected = head_report(by_hand, (torch.tensor(images)[:, None].float() - 77.9) / 95.9)
-    for layer, report in zip(loaded['layers'], expected.layers):
-        for head, other in zip(layer['heads'], report.heads):
-            assert head['center'] == pytest.approx(other.center, abs=1e-4)
-    assert 'mean over 3 images, 8x8 tokens' in done('report', *model, '--images', 'images', '--num-images', 3)
-
-
 def test_report_of_a_transformer_of_mmpretrain(done, folder):
     """L21's rivals: patches to patches, without the class token."""
     said = done('report', *MODELS_OF['vit_base'], '--images', 'images', '--json', 'vit_base.json')
@@ -91,33 +72,7 @@ def test_report_of_a_transformer_of_mmpretrain(done, folder):
     assert all(0 < head['prefix_mass'] < 1 for layer in loaded['layers'] for head in layer['heads'])
 
 
-@pytest.mark.parametrize(
-    'words',
-    [
-        [*MODELS_OF['quadratic'], '--figure', 'heads', '--query', 1, 5],
-        [*MODELS_OF['quadratic'], '--figure', 'centers'],
-        [*MODELS_OF['learned_content'], '--figure', 'centers', '--num-images', 5],
-        ['--figure', 'movement', '--run', 'run'],
-    ],
-)
-def test_figures(words, done, folder):
-    (folder / 'a.png').unlink(missing_ok=True)
-    done('plot', *words, '--out', 'a.png')
-    assert cv2.imread('a.png').std() > 10
-
-
-def test_a_figure_of_an_image_of_the_test_set(done, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(visualization, 'plot_attention', lambda *args, **options: drawn.update(options, args=args))
-    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
-    done('plot', *MODELS_OF['learned_content'], '--figure', 'attention', '--images', 7, '--query', 4, 2)
-    _, images, layers, query = drawn['args']
-    assert (layers, query, drawn['overlay']) == (None, [4, 2], True)
-    image = cv2.resize(Digits(split='test')[7]['img'], (16, 16), interpolation=cv2.INTER_CUBIC)
-    assert torch.allclose(images, (torch.tensor(image)[None, None].float() - 77.9) / 95.9, atol=1e-5)
-
-
-def test_explore_and_maps(done, folder):
+def test_explore_maps_and_plot(done, folder):
     images = ['--images', 'images/a/0.png', 5]
     assert 'Saved pages/a.html, 0.' in done('explore', *MODELS_OF['quadratic'], *images, '--out', 'pages/a.html')
     content = unpack((folder / 'pages/a.html').read_text(encoding='utf-8'))
@@ -125,13 +80,15 @@ def test_explore_and_maps(done, folder):
     assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 2
     done('maps', *MODELS_OF['vit_base'], '--images', 'images')
     assert np.load('maps.npz')['backbone.layers.0.attn'].shape == (4, 2, 197, 197)
+    done('plot', '--figure', 'movement', '--run', 'run', '--out', 'movement.png')
+    assert cv2.imread('movement.png').std() > 10
 
 
 @pytest.mark.parametrize(
     'words, message',
     [
         (['report', '--mm', 'nowhere.py', 'a.pth'], "No such file or directory: 'nowhere.py'"),
-        (['report', *MODELS_OF['learned_content'], '--images', 'nowhere'], 'nowhere'),
+        (['report', *MODELS_OF['quadratic'], '--images', 'nowhere'], 'nowhere'),
         (['report', *MODELS_OF['quadratic'], '--cfg-options', 'a=1', 'photo.jpg'], 'photo.jpg is no key=value'),
         (['report', *MODELS_OF['quadratic'], '--cfg-options', 'model.backbone.type=Quad'], 'Quad is not in the'),
         (['plot', *MODELS_OF['quadratic'], '--figure', 'heads', '--query', 8, 0], 'query=(8, 0) must be a row'),

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from attncnn_plugin import attention_maps, follow_state_dict
 from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.commands.model import TimmModel
-from attncnn_plugin.commands.prune import short
 from attncnn_plugin.pruning import head_ablation, head_importance, least_important, prunable_heads
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.weights import example_images
@@ -214,10 +213,6 @@ def test_prune_named_random_and_degenerate_heads(done, folder):
     assert said.count('stripe     condition number 1.3e+05 > 1e+03') == 1 and '1 of 36 heads removed' in said
     again = ['--timm', 'sa_generalized_small', '--checkpoint', 'g.pth']
     assert '16x16 tokens, 8 heads' in done('report', *again)  # the commands take what they have pruned
-
-
-def test_short():
-    assert [short(n) for n in (1253491584, 999999, 98304, 7)] == ['1.25G', '1M', '98.3k', '7']
 
 
 def test_convert(done, folder):

@@ -41,24 +41,15 @@ def test_is_attention_and_equals_the_convolution(case):
     assert relative_error(soft(x).flatten(2), dense) <= 1e-10
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
-def test_half_precision(dtype, tolerance):
-    conv = nn.Conv2d(4, 6, 5, padding='same', dilation=3, padding_mode='circular')
-    x = torch.randn(2, 4, 40, 30)
-    half = conv_to_mhsa(copy.deepcopy(conv).to(dtype))[0]
-    assert half.encoding.scores_along(0, torch.zeros(1, 1)).dtype == torch.float32
-    output = half(x.to(dtype))
-    assert output.dtype == dtype and relative_error(output.float(), conv(x)) < tolerance
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
-def test_large_grids_and_kernels(dtype):
+@pytest.mark.parametrize(
+    'dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)]
+)
+def test_large_grids_and_kernels(dtype, tolerance):
     """The maximum is not lost at the far end of the image, nor among 300 shifts, which bfloat16 cannot count to."""
     long = nn.Conv1d(1, 1, 300, padding='same', bias=False)
     with torch.no_grad():
         long.weight.copy_(torch.arange(300.0).sub(150).div(150).reshape(1, 1, 300))
     x = torch.randn(1, 1, 120)
-    tolerance = {torch.float32: 1e-4, torch.float64: 1e-6, torch.bfloat16: 4e-2}[dtype]
     assert relative_error(conv_to_mhsa(copy.deepcopy(long).to(dtype))[0](x.to(dtype)).float(), long(x)) < tolerance
     conv = nn.Conv2d(2, 3, 3, padding=1)
     x = torch.randn(1, 2, 64, 80)
@@ -123,16 +114,12 @@ def test_errors_are_relative(groups, scale):
     assert bounds[1] / scale == pytest.approx(bounds[0], rel=1e-12)
 
 
-def test_exact_conversion_has_a_report():
-    report = conv_to_mhsa(nn.Conv2d(3, 4, 3))[1]
-    assert dataclasses.astuple(report) == (0.0, 0.0) and str(report) == 'error 0'
-
-
 def test_kernel_of_zeros():
     conv, x = nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5)
     nn.init.zeros_(conv.weight)
     attention, report = conv_to_mhsa(conv)
-    assert report.relative_error == 0
+    assert str(conv_to_mhsa(nn.Conv2d(2, 3, 3))[1]) == str(report) == 'error 0'
+    assert dataclasses.astuple(report) == (0.0, 0.0)
     torch.testing.assert_close(attention(x), conv(x))
 
 
@@ -171,7 +158,7 @@ def test_reported_errors_are_reached(alpha, options):
     assert others.max().item() == pytest.approx(report.deviation, rel=1e-6)
     if alpha == 46:
         assert math.exp(-46) < report.deviation < 5 * math.exp(-46)
-    assert others[:, 0].max() <= report.deviation
+    assert others[:, 0].max() <= report.deviation * (1 + 1e-9)
 
 
 @pytest.mark.parametrize('alpha', [0.5, 6.0])

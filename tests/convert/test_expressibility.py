@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.grids import SHIFTS, gaussian_layer
+from helpers.head_reports import shift_operators
 from helpers.layers import TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,11 +100,7 @@ def test_by_least_squares(kind, num_heads, kernel_size, height, width, queries, 
         for n, (row, column) in enumerate(pixels)
         if queries == 'all' or (before[0] <= row < height - after[0] and before[1] <= column < width - after[1])
     ]
-    shifts = np.zeros((len(report.residual), len(pixels), len(pixels)))
-    for shifted, (row_shift, column_shift) in zip(shifts, sorted(report.expressible + report.missing)):
-        for n, (row, column) in enumerate(pixels):
-            if (row + row_shift, column + column_shift) in pixels:
-                shifted[n, pixels.index((row + row_shift, column + column_shift))] = 1
+    shifts = shift_operators(sorted(report.expressible + report.missing), (height, width), 'zeros').numpy()
     shifts, maps = (x[:, chosen].reshape(len(x), -1).T for x in (shifts, probs.double().numpy()))
     maps = maps / np.maximum(np.linalg.norm(maps, axis=0), 1e-300)
 

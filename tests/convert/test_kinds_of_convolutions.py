@@ -7,6 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from helpers.convolutions import relative_error
+from helpers.small import refused
 from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
 from timm.layers.std_conv import StdConv2dSame
 from timm.utils import reparameterize_model
@@ -81,6 +82,7 @@ KINDS = {
     'padding_mode': changed(plain(padding=1), padding_mode='circular'),
     'dilation': changed(plain(padding='valid', padding_mode='reflect'), dilation=(1, 2)),
     'valid': plain(padding='valid'),
+    'same': lambda: nn.Conv2d(4, 8, (3, 4), padding='same', dilation=(1, 2), bias=False),
     'channels last': lambda: nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last),
     'attributes': changed(plain(), note=[1], layer_id=torch.tensor(2)),
 }
@@ -129,10 +131,9 @@ def test_what_was_trained_meanwhile(kind):
         assert type(model[0]) is Labelled and relative_error(model(x), expected) < 1e-12
         assert not model[0].training and not model[0].weight.requires_grad and model[0].bias.requires_grad
         return
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=f'1 of 1 layers are no convolution any more, of the class .* 0, a {kind}, is'):
+    with refused(model, f'1 of 1 layers are no convolution any more, of the class .* 0, a {kind}, is'):
         attention_to_convs(model)
-    assert model[0] is attention and all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    assert model[0] is attention
 
 
 def asymmetric(self, x, weight, bias):
@@ -199,16 +200,12 @@ def test_what_computes_something_else(case):
         x = torch.randn(1, 4, 8, 9)
         assert relative_error(conv_to_mhsa(model[0])[0](x), model(x)) < 1e-5
         return
-    conv, state = model[0], copy.deepcopy(model.state_dict())
-    attributes = dict(vars(conv))
-    with pytest.raises(TypeError, match=message):
+    conv, attributes = model[0], dict(vars(model[0]))
+    with refused(model, message, TypeError):
         conv_to_mhsa(conv)
-    with pytest.raises(
-        (TypeError, ValueError), match='^0 (cannot be converted: conv is a|has hooks, param.* forward of)'
-    ):
+    with refused(model, '^0 (cannot be converted: conv is a|has hooks, param.* forward of)', (TypeError, ValueError)):
         convs_to_attention(model, '0')
     assert model[0] is conv and vars(conv) == attributes
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
 def test_a_method_of_the_class_that_was_replaced(monkeypatch):
@@ -333,10 +330,8 @@ def test_fusing_is_refused_and_works_after_the_way_back(library):
     model = build()
     model.eval()
     convs_to_attention(model, layers)
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(AttributeError, match='what needs a kernel, such as fusing batch norms, comes before'):
+    with refused(model, 'what needs a kernel, such as fusing batch norms, comes before', AttributeError):
         fuse(model)
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     attention_to_convs(model)
     fuse(model)
 

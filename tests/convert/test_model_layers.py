@@ -170,13 +170,6 @@ BACK = {
 }
 
 
-def test_settings_of_a_layer_are_refused():
-    model = small_cnn()
-    with pytest.raises(ValueError, match=r'stage\.0\.conv1 cannot be converted: window_size=1 must'):
-        convs_to_attention(model, 'stage.*', content='additive', window_size=1)
-    assert not converted(model)
-
-
 @pytest.mark.parametrize('case', BACK)
 def test_what_does_not_go_back(case):
     change, message = BACK[case]

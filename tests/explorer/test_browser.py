@@ -24,7 +24,6 @@ from helpers.small import small_mixed, small_timm
 from helpers.vits import small_vit
 
 from attncnn_plugin import attention_maps
-from attncnn_plugin.pruning import prune_heads
 
 pytestmark = pytest.mark.slow
 
@@ -450,16 +449,6 @@ def test_colours(browser, pages):
     browser.click('#theme')
     assert browser.script(colour) == 'rgb(20, 20, 20)' and browser.text('theme') == 'Light theme'
     browser.command('Emulation.setEmulatedMedia', dict(features=[]))
-
-
-def test_pruned_heads_are_left_out(browser, tmp_path):
-    model = quadratic_model()
-    for pruned, count in (({0: [0, 2], 1: [1]}, 3), ({1: [0]}, 2)):
-        prune_heads(model, pruned)
-        browser.open(write_page(tmp_path, model, images_of(1, size=32)))
-        browser.at('query', 0, 3)
-        assert browser.script("return document.querySelectorAll('#maps button').length") == count
-        assert browser.text('query-place') == 'Row 0, column 3' and browser.logs()[0] == []
 
 
 def tokens_shown(browser):

@@ -82,17 +82,3 @@ def test_numbers_are_of_the_weights(name):
     report = head_report(model, images) if '--images' in text else head_report(model, size=(16, 16))
     lines = re.search(r'^```text\n(.*?)^```', text, re.MULTILINE | re.DOTALL)[1].splitlines()
     assert len(lines) >= 5 and set(lines) <= set(str(report).splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('page', PAGES, ids=NAMES)
-def test_in_a_browser(page, browser):
-    """It shows another query's attention when one is chosen, and asks for nothing else."""
-    browser.open(page)
-    before = browser.image('#map')
-    browser.press('#query', 'down', 'right', 'down')
-    after = browser.image('#map')
-    assert before.shape == after.shape and (before != after).any()
-    console, addresses = browser.logs()
-    assert console == []
-    assert [address for address in addresses if address != 'about:blank'] == [page.as_uri()]

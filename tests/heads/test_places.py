@@ -175,6 +175,24 @@ class Tokens(nn.Module):
 
 
 KEPT = torch.tensor([[5, 0, 3], [1, 2, 4]])
+ORDER = torch.tensor([2, 0, 5, 1, 4, 3])
+
+
+def written(x, extra):
+    z = torch.empty_like(x)
+    z[:, ORDER.argsort()] = x
+    return z
+
+
+def written_beside(x, extra):
+    z = x.new_zeros(len(x), 7, 8)
+    z[:, 0] = extra[:, 0]
+    z[:, 1:] = x
+    return z
+
+
+def copied(x, extra):
+    return torch.zeros_like(x).copy_(x.flip(1))
 
 
 @pytest.mark.parametrize(
@@ -188,6 +206,14 @@ KEPT = torch.tensor([[5, 0, 3], [1, 2, 4]])
         (lambda x, extra: torch.einsum('bnd,de->bne', x, torch.eye(8)), [[0, 1, 2, 3, 4, 5]] * 2),
         (lambda x, extra: F.pad(x, (0, 0, 0, 2)), [[0, 1, 2, 3, 4, 5, None, None]] * 2),
         (lambda x, extra: x[:, torch.tensor([4, 1])], [[4, 1]] * 2),
+        (written, [ORDER.tolist()] * 2),
+        (written_beside, [[None, 0, 1, 2, 3, 4, 5]] * 2),
+        (copied, [[5, 4, 3, 2, 1, 0]] * 2),
+        (lambda x, extra: torch.zeros_like(x).index_copy_(1, ORDER.argsort(), x), [ORDER.tolist()] * 2),
+        (
+            lambda x, extra: torch.ones_like(x).scatter(1, ORDER.argsort()[None, :, None].expand(x.shape), x),
+            [ORDER.tolist()] * 2,
+        ),
         (
             lambda x, extra: (
                 F.conv2d(x.mT.unflatten(2, (2, 3))[..., ::2], torch.randn(8, 8, 3, 3), padding=1).flatten(2).mT
@@ -195,7 +221,10 @@ KEPT = torch.tensor([[5, 0, 3], [1, 2, 4]])
             [[0, 2, 3, 5]] * 2,
         ),
     ],
-    ids=['after', 'around', 'masked', 'moved', 'normalized', 'einsum', 'padded', 'indexed', 'convolved'],
+    ids=[
+        *('after', 'around', 'masked', 'moved', 'normalized', 'einsum', 'padded', 'indexed', 'written', 'beside'),
+        *('copied', 'index_copy', 'scatter', 'convolved'),
+    ],
 )
 def test_moves(move, expected):
     ((_, places),) = places_in(Tokens(move), torch.randn(2, 3, 8, 12)).values()
@@ -215,8 +244,10 @@ def test_moves(move, expected):
         lambda x, extra: nn.functional.linear(x.mT, torch.eye(6)).mT,  # a mixture of tokens
         lambda x, extra: torch.randn(2, 6, 8),
         lambda x, extra: x.mT @ x,  # channels by channels
+        lambda x, extra: torch.rand_like(x),
+        lambda x, extra: torch.zeros_like(x).index_add(1, torch.tensor([0, 0, 1, 2, 3, 4]), x),  # sums of tokens
     ],
-    ids=['mixed', 'drawn', 'channels'],
+    ids=['mixed', 'drawn', 'channels', 'like', 'added'],
 )
 def test_no_grid_is_claimed(move):
     for probs, places in places_in(Tokens(move), torch.randn(2, 3, 8, 12)).values():

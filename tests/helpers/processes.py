@@ -59,35 +59,24 @@ HOOKS = textwrap.dedent("""
             torch.save(dict(model=model, average=average), os.path.join(runner.work_dir, f'rank{get_rank()}.pt'))
 """)
 
-# Plain gradients: AdamW makes steps of the rounding errors in gradients that are zero.
-CONFIG = """
-_base_ = '{base}'
-custom_imports = dict(
-    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'hooks_of_a_test'], allow_failed_imports=False)
-model = {model}
-optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))
-train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
-val_dataloader = dict(dataset=dict(indices=8))
-train_cfg = dict(max_epochs={epochs})
-default_hooks = dict(logger=dict(interval=1), checkpoint=dict(max_keep_ckpts=-1))
-param_scheduler = [
-    dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=1, end={first}, convert_to_iter_based=True),
-]
-custom_hooks = [{hooks}dict(type='EMAHook', momentum=0.2), dict(type='TestHook')]
-"""
 
-
-def write_configs(folder: Path, kind: str, base: str, epochs: int, first: int = 0, **settings: str) -> None:
+def write_configs(folder: Path, kind: str, base: str, pruning: Optional[dict] = None, **changes: object) -> None:
     """Writes the module of the hook, and ``kind8.py`` and ``kind4.py``, configs of 24 images by their batch sizes.
 
-    They inherit from ``base``, with a first phase of ``first`` epochs, by default all, and ``model`` and ``hooks``.
+    They are those of :func:`helpers.digits.small_config`, with plain gradients, an average, and a pruning.
     """
+    from .digits import SGD, small_config
+
     (folder / 'hooks_of_a_test.py').write_text(HOOKS)
-    settings = {'model': 'dict()', 'hooks': '', **settings, 'base': REPOSITORY / f'configs/{base}.py'}
+    changes = {'optim_wrapper.optimizer': SGD, 'log_level': 'INFO', **changes}
+    config = small_config(REPOSITORY, folder / kind, base, **changes)
+    config.custom_imports.imports.append('hooks_of_a_test')
+    prunings = [] if pruning is None else [dict(type='HeadPruningHook', **pruning)]
+    others = [*prunings, dict(type='EMAHook', momentum=0.2), dict(type='TestHook')]
+    config.custom_hooks = [*(config.get('custom_hooks') or []), *others]
     for batch_size in (8, 4):
-        text = CONFIG.format(**settings, epochs=epochs, first=first or epochs, batch_size=batch_size)
-        (folder / f'{kind}{batch_size}.py').write_text(text)
+        config.train_dataloader.batch_size = batch_size
+        config.dump(folder / f'{kind}{batch_size}.py')
 
 
 def environment(folder: Path, **variables: str) -> Dict[str, str]:

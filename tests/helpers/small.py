@@ -1,7 +1,8 @@
 """Small models of every kind, for the tests."""
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
+import pytest
 import timm
 import torch
 from torch import nn
@@ -64,6 +65,16 @@ def trained_like(model):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+@contextmanager
+def refused(model, message, error=ValueError):
+    """Expects an error inside, which leaves every entry of the model as it was."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        yield
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 def numbers(model):

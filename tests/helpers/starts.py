@@ -1,8 +1,5 @@
 """Small vision transformers, and their attention computed here."""
 
-from contextlib import contextmanager
-
-import pytest
 import timm
 import torch
 
@@ -23,30 +20,8 @@ def gaussian(shift, alpha, size):
     return torch.tensor(scores, dtype=torch.float64).softmax(-1)
 
 
-def attention_of(model, images):
-    """What each attention of timm multiplies its values by, in the order of the model: ``(B, N_h, N, N)``."""
-    found, handles = [], []
-    for module in model.modules():
-        if hasattr(module, 'attn_drop') and hasattr(module, 'num_heads'):
-            module.fused_attn = False
-            handles.append(module.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0].detach())))
-    model.eval()(images)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 def total_variation(probs, wanted):
     """Of the patches, which come last, among themselves: mean over images and queries."""
     patches = len(wanted)
     own = probs[:, -patches:, -patches:]
     return ((own / own.sum(-1, keepdim=True) - wanted).abs().sum(-1) / 2).mean().item()
-
-
-@contextmanager
-def refused(model, message, error=ValueError):
-    """Expects an error inside, which leaves every entry of the model as it was."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(error, match=message):
-        yield
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

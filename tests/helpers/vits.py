@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from torch import nn
 
 from attncnn_plugin.pruning import prunable_heads
 
@@ -131,6 +132,22 @@ def output_of(model, images):
         if hasattr(output, name):
             return getattr(output, name)
     return output[-1] if isinstance(output, tuple) else output
+
+
+def own_attention(model, images):
+    """The probabilities that go through each module's ``attn_drop`` where the library has no fused kernel, by name."""
+    found, handles = {}, []
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, 'attn_drop', None), nn.Module):
+            fused, layer.fused_attn = getattr(layer, 'fused_attn', None), False
+            keep = lambda _, args, name=name: found.update({name: args[0]})  # noqa: E731
+            handles.append((layer.attn_drop.register_forward_pre_hook(keep), layer, fused))
+    with torch.no_grad():
+        output_of(model, images)
+    for handle, layer, fused in handles:
+        handle.remove()
+        layer.fused_attn = fused
+    return found
 
 
 def map_of_outputs(model, name):

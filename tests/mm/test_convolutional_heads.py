@@ -19,10 +19,7 @@ START = dict(type='ConvolutionalHeads', kernel_size=3)
 VIT = dict(type='VisionTransformer', arch=ARCH, img_size=24, patch_size=4)
 SMALL = [
     VIT,
-    dict(VIT, with_cls_token=False, out_type='avg_featmap'),
-    dict(VIT, type='DistilledVisionTransformer'),
     dict(VIT, type='DeiT3'),
-    dict(VIT, type='BEiTViT'),
     dict(VIT, type='BEiTViT', use_rel_pos_bias=False, use_shared_rel_pos_bias=True),
     dict(type='SwinTransformer', arch=SWIN_ARCH, img_size=48, window_size=3, out_indices=(1,)),
 ]

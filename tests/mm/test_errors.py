@@ -61,9 +61,10 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
     assert one_line(caught.value).startswith('RuntimeError: Cannot find CIFAR10 dataset in')
 
 
-def test_a_config_that_is_not_there():
+def test_the_name_of_a_config():
     with pytest.raises(FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which .*sa_q"):
         attncnn_plugin.config_path('sa_nonsense.py')
+    assert tools.read_config('sa_quadratic_digits.py').model.backbone.type == 'SAQuadratic'  # its name is enough
 
 
 @pytest.mark.parametrize(
@@ -140,11 +141,18 @@ def test_wrong_settings(name, settings, message):
 
 @pytest.mark.parametrize(
     'name, settings',
-    [('PhaseTransitionHook', dict(epoch=2)), ('HeadPruningHook', dict(epochs=[0])), ('AttentionVisualizationHook', {})],
+    [
+        ('PhaseTransitionHook', dict(epoch=2)),
+        ('PhaseTransitionHook', dict(iter=3)),
+        ('HeadPruningHook', dict(epochs=[0])),
+        ('AttentionVisualizationHook', {}),
+    ],
 )
-def test_a_loop_that_counts_iterations(name, settings, repository, tmp_path):
+def test_a_loop_that_counts_something_else(name, settings, repository, tmp_path):
     config = small_config(repository, tmp_path, 'sa_quadratic_digits')
-    config.custom_hooks = [dict(type=name, **settings)]
-    config.train_cfg, config.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=4, val_interval=4), None
-    with pytest.raises(TypeError, match=f'{name} counts epochs, but the loop is a IterBasedTrainLoop'):
+    config.custom_hooks, config.param_scheduler = [dict(type=name, **settings)], None
+    unit, loop = ('iterations', 'EpochBasedTrainLoop') if 'iter' in settings else ('epochs', 'IterBasedTrainLoop')
+    if unit == 'epochs':
+        config.train_cfg = dict(type=loop, max_iters=4, val_interval=4)
+    with pytest.raises(TypeError, match=f'{name} counts {unit}, but the loop is a {loop}'):
         run(config)

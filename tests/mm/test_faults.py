@@ -32,7 +32,7 @@ train_dataloader = dict(dataset=dict(_delete_=True, type='CustomDataset', data_r
 def folder(tmp_path_factory, repository):
     """The configs, and images of the data set's classes."""
     folder = tmp_path_factory.mktemp('faults')
-    write_configs(folder, 'batch', 'sa_quadratic_digits', epochs=3)
+    write_configs(folder, 'batch', 'sa_quadratic_digits', **{'train_cfg.max_epochs': 3})
     (folder / 'images.py').write_text(IMAGES.format(images=folder / 'images'))
     write_images(folder / 'images', range(2), 12, size=8)
     return folder
@@ -81,9 +81,9 @@ def test_killed_at_a_random_moment(folder, whole, repository):
 def test_which_checkpoint_is_whole(whole, tmp_path):
     last, newest = tmp_path / 'last_checkpoint', str(tmp_path / 'epoch_2.pth')
     assert find_whole_checkpoint(str(tmp_path)) is None
-    for number, name in enumerate(['epoch_1', 'epoch_2', 'best_accuracy_top1_epoch_1']):
-        shutil.copy(whole / f'{name}.pth', tmp_path)
-        os.utime(tmp_path / f'{name}.pth', (number, number))
+    for number, path in enumerate([whole / 'epoch_1.pth', whole / 'epoch_2.pth', *whole.glob('best_*.pth')]):
+        shutil.copy(path, tmp_path)
+        os.utime(tmp_path / path.name, (number, number))
     assert find_whole_checkpoint(str(tmp_path)) == newest  # last_checkpoint is missing
     for content in ('', newest[:-5], '/moved/epoch_2.pth', newest):
         last.write_text(content)
@@ -100,7 +100,7 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
     weights = torch.load(newest)['state_dict']['head.fc.weight'].numpy().tobytes()
     flipped = bytearray(content)
     flipped[content.index(weights)] ^= 1  # one bit of one weight
-    for damaged in (bytes(flipped), content[:5000] + content[5001:], content[:100_000]):
+    for damaged in (bytes(flipped), content[:5000] + content[5001:], content[:-5000]):
         Path(newest).write_bytes(damaged)
         os.utime(newest, (1, 1))
         assert find_whole_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_1.pth')

@@ -13,7 +13,7 @@ from mmengine.fileio import put
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from attncnn_plugin.mm.reliability import AtomicBackend
+from attncnn_plugin.mm.reliability import AtomicBackend, EpochSeedHook
 
 EPOCHS, ITERATIONS = 2, 3
 
@@ -95,6 +95,15 @@ def test_resumed_from_the_one_before(repository, tmp_path, whole):
         build(repository, work_dir, resume=True).call_hook('before_run')
 
 
+def ready(runner):
+    """What a run has built before it loads a checkpoint."""
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    if runner.param_schedulers is not None:
+        runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
+    return runner
+
+
 @pytest.mark.parametrize(
     'lost, changes, said',
     [
@@ -115,16 +124,55 @@ def test_what_a_checkpoint_to_resume_from_must_have(lost, changes, said, reposit
         checkpoint['ema_state_dict'] = {}
     torch.save({key: value for key, value in checkpoint.items() if key not in lost}, path)
     for name in (path, 'attncnn://elsewhere'):
-        runner = build(repository, tmp_path, resume=True, load_from=name, **changes)
-        runner._train_loop = runner.build_train_loop(runner._train_loop)
-        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        if runner.param_schedulers is not None:
-            runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
+        runner = ready(build(repository, tmp_path, resume=True, load_from=name, **changes))
         with pytest.raises(ValueError, match=f'{name} has {said.format(last=last)}') if said else nullcontext():
             runner.call_hook('before_run')
             runner.call_hook('after_load_checkpoint', checkpoint=torch.load(path))
         said = said and said.split(', which')[0]  # no other file is beside it
     os.remove(path)
+
+
+@pytest.mark.parametrize('batch, number', [(8, 0), (4, 2)])
+def test_a_schedule_that_would_end_elsewhere_now(batch, number, repository, tmp_path, whole):
+    """It stays that of the checkpoint, as mmengine has it; the run says so."""
+    changes = {'load_from': f'{whole[0]}/epoch_2.pth', 'train_dataloader.batch_size': batch}
+    runner, warnings = ready(build(repository, tmp_path, resume=True, **changes)), []
+    runner.logger.warning = warnings.append
+    runner.call_hook('after_load_checkpoint', checkpoint=torch.load(runner._load_from))
+    said = [f'CosineAnnealingLR ends at {5 * ITERATIONS}, as in the checkpoint, and not at {10 * ITERATIONS}, as it wo']
+    assert len(warnings) == number and [text[: len(said[0])] for text in warnings[1:]] == said[: number - 1]
+
+
+FLIP = dict(type='RandomFlip', prob=0.5, direction='horizontal')
+
+
+def test_seeds_of_epochs(repository, tmp_path):
+    """Workers draw other numbers in each epoch, and the same when it comes again."""
+    config = small_config(repository, tmp_path, 'sa_quadratic_digits', log_level='ERROR')
+    config.train_dataloader.update(num_workers=1, sampler=dict(type='DefaultSampler', shuffle=False))
+    config.train_dataloader.dataset.pipeline.insert(-1, FLIP)
+    runner, hook, epochs = ready(Runner.from_cfg(config)), EpochSeedHook(), []
+    hook.before_train(runner)
+    for epoch in (0, 1, 0):
+        runner.train_loop._epoch = epoch
+        hook.before_train_epoch(runner)
+        epochs.append([image for batch in runner.train_dataloader for image in batch['inputs']])
+    first, second, again = map(torch.stack, epochs)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    config.train_dataloader.persistent_workers = True
+    with pytest.raises(ValueError, match='persistent_workers=True again: give it persistent_workers=False'):
+        hook.before_train(ready(Runner.from_cfg(config)))
+
+
+def test_a_resumed_run_has_the_seed_of_its_checkpoint(repository, tmp_path):
+    """The order of images too, which samplers draw."""
+    hooks = {'default_hooks.epoch_seed': dict(type='EpochSeedHook')}
+    first, second = (dict(hooks, randomness=dict(seed=seed)) for seed in (1, 2))
+    runner = build(repository, tmp_path / 'first', **first)
+    runner.train()
+    resumed = build(repository, tmp_path, resume=True, load_from=f'{tmp_path}/first/epoch_1.pth', **second)
+    resumed.train()
+    assert_weights(resumed, runner.model.state_dict())
 
 
 def test_a_command_with_load_from_is_repeated(repository, tmp_path, whole):
@@ -233,6 +281,31 @@ def test_disk_full(repository, tmp_path, whole):
     resumed.train()
     assert_weights(resumed, whole[1])
     assert [path.name for path in tmp_path.glob('epoch*')] == ['epoch_2.pth']
+
+
+class Rising(Hook):
+    """Each epoch is better than the one before."""
+
+    priority = 'HIGHEST'
+
+    def after_val_epoch(self, runner, metrics=None):
+        metrics['accuracy/top1'] = runner.epoch
+
+
+def test_the_best_checkpoint_stays_until_the_next_one_is_there(repository, tmp_path):
+    runner = build(repository, tmp_path, **{'train_cfg.max_epochs': 3})
+    runner.register_hook(Rising())
+    save = runner.save_checkpoint
+
+    def fail(out_dir, filename, *args, **kwargs):
+        if filename.startswith('best') and runner.epoch == 3:
+            raise OSError('no space left on device')
+        save(out_dir, filename, *args, **kwargs)
+
+    runner.save_checkpoint = fail
+    with pytest.raises(OSError, match='no space left'):
+        runner.train()
+    assert [path.name for path in tmp_path.glob('best*')] == ['best_accuracy_top1_epoch_2.pth']
 
 
 class Stop(Hook):

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import sys
 
 import mmpretrain
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.payload import Payload
-from helpers.processes import assert_equal, rates, run, train, train_on_ranks, write_configs
+from helpers.processes import assert_equal, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -23,46 +22,31 @@ from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
 
-TRANSITION = """dict(type='PhaseTransitionHook', epoch=2, optim_wrapper=dict(optimizer=dict(lr=0.01)), param_scheduler=[
-    dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=1, convert_to_iter_based=True)])"""
-VIT = dict(
-    _delete_=True,
-    type='VisionTransformer',
-    arch=dict(SMALL_ARCH, num_heads=4),
-    img_size=16,
-    patch_size=4,
-    in_channels=1,
-)
-CNN = dict(backbone=dict(backbone=dict(stem_channels=4, base_channels=4, norm_eval=True)), head=dict(in_channels=32))
-KINDS = dict(
-    CMHSA=dict(  # both, one after the other
-        base='cmhsa3_digits',
-        model=dict(backbone=dict(num_layers=2, attn_bias_init=40.0)),
-        hooks=f"""{TRANSITION},
-            dict(type='HeadPruningHook', epochs=[3], keep=11, num_batches=1), """,
-        first=2,
-        said='Transition at epoch 2:\nlayer          before      after',
+VIT = dict(type='VisionTransformer', arch=dict(SMALL_ARCH, num_heads=4), img_size=16, patch_size=4, in_channels=1)
+KINDS = dict(  # what they begin with, heads that go, other settings, and what is said
+    CMHSA=(  # both, one after the other
+        'cmhsa3_digits',
+        dict(epochs=[3], keep=11, num_batches=1),
+        {'model.backbone.attn_bias_init': 40.0},
+        'Transition at epoch 2:\nlayer          before      after',
     ),
-    CNN=dict(  # norms of fixed statistics: those of a batch are another rank's too
-        base='resnet18_to_attention_digits',
-        model=CNN,
-        hooks=f'{TRANSITION}, ',
-        first=2,
-        said='Transition at epoch 2:\nlayer           before      after',
+    CNN=(  # norms of fixed statistics: those of a batch are another rank's too
+        'resnet18_to_attention_digits',
+        None,
+        {'model.backbone.backbone.norm_eval': True},
+        'Transition at epoch 2:\nlayer           before      after',
     ),
-    SAGeneralized=dict(
-        base='sa_generalized_digits',
-        model=dict(backbone=dict(arch=dict(_delete_=True, **SMALL_ARCH)), head=dict(in_channels=16)),
-        hooks="dict(type='HeadPruningHook', epochs=[2], num_batches=1), ",
-        said="Removed heads {'backbone.blocks.0.attn': [1], 'backbone.blocks.1.attn': [2]}",
+    SAGeneralized=(
+        'sa_generalized_digits',
+        dict(epochs=[2], num_batches=1),
+        {},
+        "Removed heads {'backbone.blocks.0.attn': [1], 'backbone.blocks.1.attn': [2]}",
     ),
-    VisionTransformer=dict(
-        base='sa_quadratic_digits',
-        model=dict(backbone=VIT, head=dict(in_channels=16)),
-        hooks="""dict(type='HeadPruningHook', epochs=[2], num_batches=2,
-            criteria=['duplicate'], multiply_adds=0.9), """,
-        said="Removed heads {'backbone.layers.",
+    VisionTransformer=(
+        'sa_quadratic_digits',
+        dict(epochs=[2], num_batches=2, criteria=['duplicate'], multiply_adds=0.9),
+        {'model.backbone': dict(VIT, _delete_=True)},
+        "Removed heads {'backbone.layers.",
     ),
 )
 
@@ -71,8 +55,8 @@ KINDS = dict(
 def folder(tmp_path_factory, repository):
     """The configs, and a checkpoint with two degenerate heads."""
     folder = tmp_path_factory.mktemp('tools')
-    for kind, settings in KINDS.items():
-        write_configs(folder, kind, epochs=EPOCHS, **{name: settings[name] for name in settings if name != 'said'})
+    for kind, (base, pruning, changes, _) in KINDS.items():
+        write_configs(folder, kind, base, pruning, **changes, **{'train_cfg.max_epochs': EPOCHS})
     save_degenerate(folder / 'start.pth')
     return folder
 
@@ -90,36 +74,10 @@ def whole_of(folder):
     def whole_of(kind):
         if kind not in made:
             made[kind] = folder / f'{kind}_whole'
-            assert KINDS[kind]['said'] in train(folder / f'{kind}8.py', made[kind], *options_of(kind, folder))
+            assert KINDS[kind][-1] in train(folder / f'{kind}8.py', made[kind], *options_of(kind, folder))
         return made[kind]
 
     return whole_of
-
-
-@pytest.mark.slow  # of other kinds, in one process: test_two_phases.py and test_head_pruning_hook.py
-def test_killed_and_resumed(whole_of, folder):
-    """At the change, when the last checkpoint is of before it."""
-    whole, killed, kill_at = whole_of('CMHSA'), folder / 'killed', SWITCH * ITERATIONS
-    options = options_of('CMHSA', folder)
-    log = train(folder / 'CMHSA8.py', killed, *options, expected=-signal.SIGKILL, FAULT=f'SIGKILL,{kill_at},0')
-    assert KINDS['CMHSA']['said'] in log
-    assert f'resumed epoch: {SWITCH}' in train(folder / 'CMHSA8.py', killed, '--resume')
-    assert_equal(killed, whole)
-    assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_right_after_loading(whole_of, folder):
-    """The transition at epoch 0, then a stop in the epoch after it."""
-    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
-    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
-    log = train(folder / 'CNN8.py', folder / 'zero', *options)
-    assert 'Transition at epoch 0:\n' in log
-    kwargs = dict(expected=-signal.SIGKILL, FAULT=f'SIGKILL,{ITERATIONS + 1},0')
-    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
-    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
-    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
-    assert_equal(folder / 'zero_killed', folder / 'zero')
 
 
 def assert_as_one_process(two, whole):
@@ -134,22 +92,21 @@ def test_two_processes(kind, whole_of, folder):
     """Equal weights on both ranks, those of one process with the same batches; also if the ranks are killed and resume.
 
     Each rank has a seed of its own, and the first one that of the process. One rank is killed after the change, in its
-    epoch, so that it is made again, and in the next one.
+    epoch, so that it is made again, or in the next one.
     """
     config, two = folder / f'{kind}4.py', folder / f'{kind}_two'
     options = [*options_of(kind, folder), 'randomness.diff_rank_seed=True', 'train_dataloader.sampler.seed=0']
     log = train_on_ranks(config, two, *options)
-    assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
+    assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind][-1] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))
-    for epoch in (3,) if kind == 'CMHSA' else (2, 3):
-        killed = folder / f'{kind}_killed{epoch}'
-        train_on_ranks(config, killed, *options, killed_at=epoch * ITERATIONS + 1)
-        assert not (killed / 'rank0.pt').exists()
-        again = [option for option in options if 'load_from' not in option]
-        assert f'resumed epoch: {epoch}' in train_on_ranks(config, killed, '--resume', *again)
-        for rank in (0, 1):
-            assert_equal(killed, two, rank, tolerance=0)
+    killed, epoch = folder / f'{kind}_killed', 3 if kind in ('CMHSA', 'VisionTransformer') else 2
+    train_on_ranks(config, killed, *options, killed_at=epoch * ITERATIONS + 1)
+    assert not (killed / 'rank0.pt').exists()
+    again = [option for option in options if 'load_from' not in option]
+    assert f'resumed epoch: {epoch}' in train_on_ranks(config, killed, '--resume', *again)
+    for rank in (0, 1):
+        assert_equal(killed, two, rank, tolerance=0)
 
 
 @pytest.mark.slow
@@ -159,35 +116,6 @@ def test_two_processes_compile_both_phases(whole_of, folder):
     assert log.count('Model has been "compiled"') == 3  # at the start, at the transition, at the pruning
     for rank in (0, 1):
         assert_equal(folder / 'compiled', whole_of('CMHSA'), rank, tolerance=1e-5)
-
-
-# PyTorch wants such norms on GPUs, whether or not their statistics are fixed.
-NORMS_ON_CPUS = """
-from pathlib import Path
-
-from torch.distributed import get_rank
-from torch.nn import SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel
-
-def note(self, module):
-    with open(Path(__file__).with_name(f'norms{get_rank()}.txt'), 'a') as file:
-        print(sum(isinstance(part, SyncBatchNorm) for part in module.modules()), file=file)
-
-DistributedDataParallel._passing_sync_batchnorm_handle = note
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_with_norms_of_both(whole_of, folder):
-    (folder / 'norms_on_cpus.py').write_text(NORMS_ON_CPUS)
-    synced = folder / 'synced.py'
-    own = (folder / 'CNN4.py').read_text()
-    synced.write_text(own.replace("'hooks_of_a_test'", "'hooks_of_a_test', 'norms_on_cpus'"))
-    with synced.open('a') as file:
-        file.write("sync_bn = 'torch'\n")
-    train_on_ranks(synced, folder / 'norms', *options_of('CNN', folder))
-    assert [(folder / f'norms{rank}.txt').read_text().split() for rank in (0, 1)] == [['20', '20']] * 2
-    assert_as_one_process(folder / 'norms', whole_of('CNN'))
 
 
 @pytest.fixture
@@ -276,29 +204,22 @@ def pruned(kind, start, options, folder, **kwargs):
     return run('python', '-m', 'attncnn_plugin', *words, folder=folder, **kwargs)
 
 
-@pytest.mark.parametrize(
-    'options, heads',
-    [(['--criterion', 'degenerate'], [[0, 2], [0, 1]]), (['--heads', '{1: [0, 2]}'], [[0, 1, 2], [1]])],
-)
-def test_pruned_without_a_training(options, heads, folder):
-    log = pruned('SAGeneralized', folder / 'start.pth', options, folder)
+def test_pruned_without_a_training(folder):
+    log = pruned('SAGeneralized', folder / 'start.pth', ['--criterion', 'degenerate'], folder)
     assert 'multiply-adds per image' in log and f'Saved {folder}/pruned.pth' in log
     before, after = (torch.load(folder / f'{name}.pth')['state_dict'] for name in ('start', 'pruned'))
-    for block, kept in enumerate(heads):
+    for block, kept in enumerate([[0, 2], [0, 1]]):
         name = f'backbone.blocks.{block}.attn.encoding.center'
         assert torch.equal(after[name], before[name][kept])
     model = small_timm('sa_generalized_cifar', in_chans=1, checkpoint_path=str(folder / 'pruned.pth'))
-    assert [block.attn.num_heads for block in model.blocks] == [len(kept) for kept in heads]
+    assert [block.attn.num_heads for block in model.blocks] == [2, 2]
 
 
-@pytest.mark.parametrize(
-    'options, heads', [(['--keep', '3'], 3), (['--heads', '{"backbone.layers.1.attn": [0, 3]}'], 6)]
-)
-def test_transformer_pruned_without_a_training(options, heads, whole_of, folder):
-    log = pruned('VisionTransformer', whole_of('VisionTransformer') / 'epoch_1.pth', options, folder)
-    assert 'multiply-adds per image' in log and ('right is what its training labels say' in log) == (heads == 3)
+def test_transformer_pruned_without_a_training(whole_of, folder):
+    log = pruned('VisionTransformer', whole_of('VisionTransformer') / 'epoch_1.pth', ['--keep', '3'], folder)
+    assert 'multiply-adds per image' in log and 'right is what its training labels say' in log
     state = torch.load(folder / 'pruned.pth')['state_dict']
-    assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
+    assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * 3
 
 
 def test_ranked_by_the_images_of_the_training(whole_of, folder, modules):
@@ -380,12 +301,3 @@ def test_no_training_without_its_parameters(resnet, tmp_path):
     last = log.strip().splitlines()[-1]
     assert 'the optimizer was built before the model took the structure of the checkpoint' in last
     assert "phase='attn' of CMHSA or of the backbone ConvToAttention" in last
-
-
-@pytest.mark.slow
-def test_the_config_of_two_minutes(repository, tmp_path):
-    """As the documentation has it, from the beginning to the end."""
-    log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)
-    scores = [float(score) for score in re.findall(r'accuracy/top1: ([\d.]+)', log)]
-    assert len(scores) == 30 and 'Transition at epoch 15:\n' in log
-    assert min(scores[14], scores[-1]) > 97

@@ -50,30 +50,20 @@ def averaged(kind, config):
 
 
 class Average(Hook):
-    """The averaged network before and after the transition, and averages computed here."""
+    """The averages after the transition, computed here."""
 
     priority = 'LOWEST'
 
-    def __init__(self, switch, images):
-        self.switch, self.images = switch, images
-
-    def output(self, runner):
-        output = average_of(runner).module.eval()(self.images)
-        return output[0] if isinstance(output, tuple) else output
+    def __init__(self, switch):
+        self.switch = switch
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         if runner.iter == self.switch:
             module = average_of(runner).module
-            self.after = self.output(runner)
             assert module.backbone.phase == 'attn' and not any(p.requires_grad for p in module.parameters())
             self.expected = {name: value.clone() for name, value in module.state_dict().items()}
-            for name, value in module.named_parameters():  # no average of two random draws
-                if name.endswith('key.weight'):
-                    assert torch.equal(value, runner.model.get_parameter(name))
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter == self.switch - 1:
-            self.before = self.output(runner)
         if runner.iter >= self.switch:
             for name, value in runner.model.named_parameters():
                 self.expected[name].lerp_(value.detach(), 0.2)
@@ -83,8 +73,7 @@ class Average(Hook):
 def whole(request, tmp_path_factory, repository):
     """A run through both phases: its kind, runner, recorder, average and work folder."""
     kind, work_dir = request.param, tmp_path_factory.mktemp('whole')
-    images = torch.randn(2, 1, *((16, 16) if kind == 'CNN' else (32, 32)))
-    average = Average(2 if kind == 'iterations' else CHANGE * ITERATIONS, images)
+    average = Average(2 if kind == 'iterations' else CHANGE * ITERATIONS)
     config = averaged(kind, config_of(kind, repository, work_dir, log_level='INFO'))
     return kind, *run(config, average), average, work_dir
 
@@ -132,10 +121,8 @@ def test_schedules(whole):
 
 
 def test_average(whole):
-    """The averaged copy goes through the transition with its function unchanged."""
-    kind, runner, _, average, _ = whole
-    tolerance = 0.05 if kind == 'CNN' else 1e-5
-    assert (average.after - average.before).norm() < tolerance * average.before.norm()
+    """The averaged copy goes through the transition, and is that of what trains then."""
+    _, runner, _, average, _ = whole
     for name, value in average_of(runner).module.named_parameters():
         assert torch.allclose(value, average.expected[name], atol=1e-5), name
 
@@ -202,15 +189,14 @@ def test_gradient_accumulation(repository, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind, layers', [('CMHSA', 1), ('CMHSA', 2), ('CNN', 0)])
-def test_compiled_training(kind, layers, repository, tmp_path):
-    """Each phase compiles its own optimizer, twice where learning rates change."""
+@pytest.mark.parametrize('kind', ['CMHSA', 'CNN'])
+def test_compiled_training(kind, repository, tmp_path):
+    """Each phase compiles its own optimizer, twice where learning rates change: here of the CNN."""
 
     def config(work_dir, **changes):
         config = config_of(kind, repository, work_dir, **changes)
-        if layers:
-            config.model.backbone.num_layers = layers
-        if layers == 1:
+        if kind == 'CMHSA':
+            config.model.backbone.num_layers = 1
             config.param_scheduler = config.custom_hooks[0].param_scheduler = []
         return config
 
@@ -220,24 +206,6 @@ def test_compiled_training(kind, layers, repository, tmp_path):
     for name, weight in expected.weights[EPOCHS].items():
         if not name.endswith('attn.out.bias'):  # the norm that follows takes it out: its gradient is rounding
             assert torch.allclose(recorder.weights[EPOCHS][name], weight, atol=1e-4), name
-
-
-@pytest.mark.slow
-def test_two_separate_runs(repository, tmp_path):
-    """A checkpoint of either phase in a config of the second."""
-    _, recorder = run(config_of('CMHSA', repository, tmp_path))
-    for epoch in (CHANGE, EPOCHS):
-        config = small_config(repository, tmp_path / 'second', load_from=str(tmp_path / f'epoch_{epoch}.pth'))
-        config.custom_hooks = []
-        config.model.backbone.update(phase='attn', attn_bias_init=40.0)
-        config.train_cfg.max_epochs = 1
-        config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)
-        runner, again = run(config)
-        assert again.start == 0 and again.phases == ['attn'] * ITERATIONS
-        images, model = torch.randn(2, 1, 32, 32), MODELS.build(config_of('CMHSA', repository, tmp_path).model)
-        model.load_state_dict(recorder.weights[epoch])
-        assert model.backbone.phase == ('conv' if epoch == CHANGE else 'attn')
-        assert torch.allclose(runner.model.eval()(images), model.eval()(images), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -277,20 +245,9 @@ def test_right_after_loading_by_iterations(repository, tmp_path):
     assert recorder.phases == ['attn', 'attn'] and np.allclose(recorder.rates, RATES[:2])
 
 
-NO_PHASES = dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1, out_type='avg_featmap')
-
-
 @pytest.mark.parametrize(
     'kind, changes, hook, error, message',
     [
-        (
-            'CMHSA',
-            {},
-            dict(epoch=None, iter=3),
-            TypeError,
-            'PhaseTransitionHook counts iterations, but the loop is a Epoch',
-        ),
-        ('CMHSA', {'model.backbone': NO_PHASES}, {}, ValueError, 'finds no module with phases, such'),
         ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, 'is attention at epoch 0, before epoch=2 of'),
         ('CMHSA', {}, dict(optim_wrapper=dict(optimizer=dict(momentum=0.9))), TypeError, "unexpected .* 'momentum'"),
         ('CMHSA', {}, dict(param_scheduler=dict(type='CosineAnnealingLR', begin=3)), ValueError, 'begin=3, end=3'),
@@ -381,12 +338,3 @@ def test_several_networks(repository, tmp_path):
     assert runner.model.backbone.left.phase == runner.model.backbone.right.phase == 'attn'
     resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{CHANGE + 1}.pth'))
     assert twins(tmp_path / 'resumed', **resume)[1].phases == ['attn'] * 2 * ITERATIONS
-
-
-def test_a_layer_that_cannot_be_replaced_any_more(repository, tmp_path):
-    class Late(Hook):
-        def before_train_epoch(self, runner):
-            runner.model.get_submodule(LAYER).register_forward_hook(lambda *args: None)
-
-    with pytest.raises(ValueError, match='layer4.0.conv1 has hooks'):
-        run(config_of('CNN', repository, tmp_path), Late())

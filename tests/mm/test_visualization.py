@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.digits import run, small_config
-from helpers.small import SMALL_ARCH, save_degenerate, small_timm
+from helpers.small import save_degenerate, small_timm
 from mmengine.hooks import Hook
 from mmpretrain.registry import HOOKS
 
-from attncnn_plugin.analysis import MeanAttention, head_centers, head_report, mean_attention, read_centers, read_scalars
+from attncnn_plugin.analysis import MeanAttention, head_report, read_centers, read_scalars
 from attncnn_plugin.mm import visualization as attention_visualization_hook
 from attncnn_plugin.mm.visualization import AttentionVisualizationHook
 
@@ -165,33 +165,21 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     assert heads == {'head0', 'head2'} and len(recorded) == 2 * 2 * 3
 
 
-BACKBONES = {
-    'SALearned': dict(content=True, arch=SMALL_ARCH, img_size=16, out_type='avg_featmap'),
-    'VisionTransformer': dict(arch=dict(SMALL_ARCH, num_heads=4), img_size=16, patch_size=4),
-    'SwinTransformer': dict(
-        arch=dict(embed_dims=16, depths=[2], num_heads=[4]), img_size=16, patch_size=2, window_size=4, out_indices=(0,)
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', BACKBONES)
-def test_attention_by_content_is_a_mean_over_images(kind, repository, tmp_path):
+def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
     config = config_of(repository, tmp_path, hooks=[dict(HOOK, interval=1)], epochs=1)
-    config.model.backbone = dict(type=kind, in_channels=1, **BACKBONES[kind])
-    if kind == 'SwinTransformer':
-        config.model.neck = dict(type='GlobalAveragePooling')
+    arch = dict(embed_dims=16, depths=[2], num_heads=[4])
+    sizes = dict(img_size=16, patch_size=2, window_size=4, in_channels=1)
+    config.model.backbone = dict(type='SwinTransformer', arch=arch, out_indices=(0,), **sizes)
+    config.model.neck = dict(type='GlobalAveragePooling')
     runner, _ = run(config)
     pictures = sorted(path.name for path in tmp_path.glob('*/vis_data/vis_image/*'))
     assert pictures == [f'attention_{kind}_{epoch}.png' for kind in ('centers', 'probs') for epoch in (0, 1)]
     loader = runner.val_dataloader
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 8]['inputs'] for i in range(8)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
-    maps, recorded = mean_attention(runner.model, images), read_centers(tmp_path)
-    assert list(recorded) == list(maps) and len(recorded) == 2
-    reports = {report.name: report for report in head_report(runner.model, images).layers}
-    for name, own in maps.items():
-        centers, _ = head_centers(own)
-        if kind == 'SwinTransformer':  # a single query would show its place in its window
-            centers = torch.tensor([head.center for head in reports[name].heads])
-        assert np.allclose([head[-1, 1:] for _, head in sorted(recorded[name].items())], centers.numpy(), atol=1e-5)
+    recorded, report = read_centers(tmp_path), head_report(runner.model, images)
+    assert list(recorded) == [layer.name for layer in report.layers] and len(recorded) == 2
+    for layer in report.layers:
+        for number, head in enumerate(layer.heads):
+            assert np.allclose(recorded[layer.name][number][-1, 1:], head.center, atol=1e-5)

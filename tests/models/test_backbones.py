@@ -51,15 +51,6 @@ def test_outputs(kind):
     assert backbone(kind, in_channels=1)(torch.randn(1, 1, 8, 8))[0].shape[2:] == (4, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', [SA, 'cmhsa_attn'])
-def test_compiled_and_exported(kind):
-    model, x = backbone(kind, out_indices=(0, 1)).eval(), torch.randn(2, 3, 8, 8)
-    exported = torch.export.export(model, (x,)).module()
-    for other in (exported, torch.compile(model, fullgraph=True, backend='aot_eager')):
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(other(x), model(x)))
-
-
 def test_backbone_of_timm():
     """Where a map has as many rows as channels, nothing but the values shows which axes were pooled."""
     x, settings = torch.randn(2, 3, 32, 32), dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
@@ -99,7 +90,8 @@ def test_settings_of_another_backbone(kind, repository, tmp_path):
 
 
 def test_only_the_wanted_blocks_run():
-    model = backbone(out_indices=0)
+    model = backbone(out_indices=0, with_cp=True)
+    assert model.grad_checkpointing and not backbone().grad_checkpointing
     model.blocks[1] = None
     assert len(model(torch.randn(1, 3, 8, 8))) == 1
 
@@ -158,14 +150,6 @@ def test_frozen_stages(kind, frozen_stages):
             model.to_attention()
 
 
-def test_gradient_checkpointing():
-    model, checkpointed = backbone(), backbone(with_cp=True)
-    checkpointed.load_state_dict(model.state_dict())
-    x = torch.randn(2, 3, 8, 8)
-    gradients = [torch.autograd.grad(m(x)[0].sin().sum(), list(m.parameters())) for m in (model, checkpointed)]
-    assert checkpointed.grad_checkpointing and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
-
-
 @pytest.mark.parametrize('kind', [SA, 'cmhsa_conv'])
 def test_layer_decay(kind):
     """By the depth of each parameter: the stem, the blocks, and the norm with the head."""
@@ -195,14 +179,14 @@ def test_layer_decay(kind):
     ids=str,
 )
 def test_weights_go_both_ways_between_the_frameworks(kind, options):
-    ours, other = (trained_like(small_model(kind, **options)).eval() for _ in range(2))
-    theirs, x = classifier(kind, **options).eval(), torch.randn(2, 3, 32, 32)
+    ours, other = (trained_like(small_model(kind, **options)).double().eval() for _ in range(2))
+    theirs, x = classifier(kind, **options).double().eval(), torch.randn(2, 3, 32, 32).double()
     names = {n if n.startswith('head.') else f'backbone.{n}': v for n, v in ours.state_dict().items()}
     theirs.load_state_dict(names, strict=True)
-    assert torch.equal(theirs(x), ours(x)) and not torch.equal(other(x), theirs(x))
+    assert relative_error(theirs(x), ours(x)) < 1e-12 and relative_error(other(x), theirs(x)) > 0.1
     assert not any(hasattr(module, 'num_classes') for module in theirs.backbone.modules())  # for ClassNumCheckHook
     other.load_state_dict(theirs.state_dict(), strict=True)  # by mmpretrain's names
-    assert torch.equal(other(x), theirs(x))
+    assert relative_error(other(x), theirs(x)) < 1e-12
 
 
 @pytest.mark.parametrize('phase', ['conv', 'attn'])

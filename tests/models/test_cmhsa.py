@@ -77,15 +77,6 @@ def test_change_of_the_transition():
     optimizer.step()
 
 
-def test_without_the_null_key_the_border_moves():
-    """As in L21, whose attention is unmodified."""
-    model = trained_like(small_cmhsa('conv', null_key=False, attn_bias_init=40.0)).eval()
-    x = torch.randn(1, 3, 16, 16)
-    before = model.forward_features(x)
-    model.to_attention()
-    assert relative_error(model.forward_features(x), before) > 1e-2
-
-
 @pytest.mark.parametrize('channels, kernel_size, patch_size', [(3, 5, 4), (1, 3, 2), (2, 4, 3)])
 def test_convolution_of_patches(channels, kernel_size, patch_size):
     """That of the image, and its gradients, whatever the layout in memory."""
@@ -267,6 +258,9 @@ def test_state_dicts_carry_the_null_key():
     """Off from scratch, as it is in the state dict that is loaded, also for another size of the image."""
     assert not small_cmhsa('attn').blocks[0].attn.position.null_key
     for saved in (True, False):
+        converted = small_cmhsa('conv', null_key=saved)
+        converted.to_attention()
+        assert converted.blocks[0].attn.position.null_key == saved  # without it, as L21's, the border moves
         model = trained_like(small_cmhsa('attn', null_key=saved)).eval()
         for phase, null_key, size in (('conv', None, 16), ('conv', not saved, 16), ('attn', not saved, 24)):
             loaded = small_cmhsa(phase, null_key=null_key, img_size=size).eval()

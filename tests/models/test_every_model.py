@@ -8,13 +8,15 @@ import timm.optim
 import torch
 from helpers.small import KINDS, small_model, trained_like
 
-# One kind without content, one with it, and CMHSA; the others with --slow.
-QUICK = ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa_conv', 'cmhsa_narrow']
-ONCE_A_KIND = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+# One kind without content, one with it, and CMHSA; test_every_layer.py has the layers of the others.
+ONCE_A_KIND = ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa_conv', 'cmhsa_narrow']
 # Of torch.compile: what shows that a model is one graph, and what users have, which is more.
 BACKENDS = [
     *((kind, 'aot_eager') for kind in ('sa_learned_content_cifar', 'cmhsa_narrow')),
-    *(pytest.param(kind, 'inductor', marks=pytest.mark.slow) for kind in KINDS),
+    *(
+        pytest.param(kind, 'inductor', marks=pytest.mark.slow)
+        for kind in ('sa_quadratic_cifar', 'sa_generalized_cifar', 'sa_learned_content_cifar', 'cmhsa_attn')
+    ),
 ]
 
 

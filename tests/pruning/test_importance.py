@@ -1,5 +1,7 @@
 """Head importance against differences of the loss, the number of heads that go, and attention that was observed."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +115,33 @@ def test_importance_of_a_layer_that_is_used_twice():
         expected = by_differences(model, images, labels)
     importance = head_importance(model, [(images, labels)], loss_of, normalize=False)
     torch.testing.assert_close(importance['blocks.0.attn'], expected['blocks.0.attn'], rtol=1e-5, atol=1e-9)
+
+
+class FramesFirst(nn.Module):
+    """Attention in each frame of videos ``(B, 3, frames, H, W)``, the first frames of all of them before the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.qkv = nn.Conv3d(3, 8, (1, 4, 4), (1, 4, 4)), nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 4)
+        self.gates = torch.ones(1, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(3).permute(2, 0, 3, 1)  # (frames, B, N, C)
+        q, k, v = self.qkv(x).flatten(0, 1).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        gates = self.gates.expand(x.shape[1], 2).repeat(x.shape[0], 1)
+        y = (q @ k.mT).softmax(-1) @ v * gates[:, :, None, None]
+        return self.proj(y.transpose(1, 2).flatten(2)).unflatten(0, x.shape[:2]).mean((0, 2))
+
+
+def test_importance_of_frames_before_images():
+    torch.manual_seed(0)
+    model, videos = FramesFirst().double(), torch.randn(3, 3, 4, 8, 8, dtype=torch.float64)
+    labels = torch.tensor([0, 2, 1])
+    found = head_importance(model, [(videos, labels)], loss_of, normalize=False)['']
+    model.gates = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(3 * loss_of(model, (videos, labels)), model.gates)
+    torch.testing.assert_close(found, expected.abs().mean(0), rtol=1e-12, atol=1e-14)
 
 
 def test_refused_losses():
@@ -297,12 +326,12 @@ def test_observed_attention_is_that_of_the_model():
     query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
     probs = (query @ key.mT / 8**0.5).softmax(-1)  # (images, heads, queries, keys)
     own, keys = observed['blocks.0.attn'], probs.shape[-1]
-    entropy = -(probs * probs.log()).sum(-1).mean((0, 2)) / torch.tensor(float(keys)).log()
-    torch.testing.assert_close(own.mean('entropy'), entropy.double().detach())
+    entropy = -(probs * probs.log()).sum(-1).mean((0, 2)) / math.log(keys)
+    torch.testing.assert_close(own.mean('entropy'), entropy.detach(), rtol=1e-12, atol=1e-12)
     uniform = (probs - 1 / keys).abs().sum(-1).mean((0, 2)) / 2
-    torch.testing.assert_close(own.mean('from_uniform'), uniform.detach())
+    torch.testing.assert_close(own.mean('from_uniform'), uniform.detach(), rtol=1e-12, atol=1e-12)
     between = (probs[:, :, None] - probs[:, None]).abs().sum(-1).mean((0, 3)) / 2
-    torch.testing.assert_close(own.mean('distances'), between.detach())
+    torch.testing.assert_close(own.mean('distances'), between.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():

@@ -29,8 +29,8 @@ def test_flex_attention_is_the_quadratic_layer():
 @pytest.mark.parametrize('names', [['layers'], pytest.param(['layers', 'networks'], marks=pytest.mark.slow)])
 def test_the_command(names, tmp_path, monkeypatch, capsys):
     """A page that begins with how it is measured, with every layer; a failure of one is a cell, no end."""
-    if len(names) == 1:
-        monkeypatch.setattr(gpu, 'PRECISIONS', {'bfloat16': (True, True, False)})
+    precisions = ['bfloat16'] if len(names) == 1 else ['float32', 'bfloat16, compiled']
+    monkeypatch.setattr(gpu, 'PRECISIONS', {name: gpu.PRECISIONS[name] for name in precisions})
     page = tmp_path / 'benchmarks_gpu.md'
     command = ['benchmark.py', '--device', 'cpu', '--quick', '--threads', '1', '--page', str(page), '--only', *names]
     monkeypatch.setattr(sys, 'argv', command)

@@ -5,14 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mmcv
 import mmpretrain
-import numpy as np
 import pytest
 import torch
-from helpers.processes import REPOSITORY, run
+from helpers.processes import run
 from mmengine.config import Config
-from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 
@@ -24,26 +21,6 @@ def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
     small = ['train_cfg.max_epochs=1', *(f'{loader}_dataloader.dataset.indices=40' for loader in ('train', 'val'))]
     output = run(sys.executable, tool, config, '--work-dir', tmp_path, '--cfg-options', *small, folder=tmp_path)
     assert 'Epoch(val) [1]' in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'words, config, arguments',
-    [
-        ([REPOSITORY / 'tools/test.py'], 'sa_quadratic_digits', ['--work-dir', 'out']),
-        (['-m', 'attncnn_plugin', 'plot', '--mm'], 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
-        (['-m', 'attncnn_plugin', 'explore', '--mm'], 'sa_quadratic_digits', ['--images', '3', '--out', 'out.html']),
-        (['-m', 'attncnn_plugin', 'prune', '--mm'], 'sa_quadratic_digits', ['--out', 'out.pth', '--heads', '{0: [1]}']),
-        (['-m', 'attncnn_plugin', 'convert', '--mm'], 'cmhsa3_digits', ['--out', 'out.pth']),
-    ],
-)
-def test_tools_import_what_they_need(words, config, arguments, repository, tmp_path):
-    """In a process that has not imported the plugin."""
-    config = repository / f'configs/{config}.py'
-    torch.save(dict(state_dict=mmpretrain.get_model(str(config)).state_dict(), meta={}), tmp_path / 'model.pth')
-    arguments = [tmp_path / word if word.startswith('out') else word for word in arguments]
-    run(sys.executable, *words, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
-    assert list(tmp_path.glob('out*'))
 
 
 @pytest.mark.parametrize(
@@ -93,17 +70,6 @@ def test_slurm_job_of_the_documentation(saved, status, repository, tmp_path):
     expected = [f'{command}{" --resume" * saved} --cfg-options train_dataloader.batch_size=32']
     expected += ['scontrol requeue 7'] * (status == 143)
     assert (ended.returncode, ended.stdout.splitlines(), ended.stderr) == (status, expected, '')
-
-
-def test_inferencers(repository):
-    image = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
-    model = mmpretrain.get_model(str(repository / 'configs/sa_quadratic_digits.py'))
-    (result,) = ImageClassificationInferencer(model)([image])
-    resized = torch.from_numpy(mmcv.imresize(image, (16, 16), interpolation='bicubic'))
-    logits = model(resized[None, None].float().sub(77.9).div(95.9))
-    assert result['pred_class'] in '0123456789'
-    assert np.allclose(result['pred_scores'], logits.softmax(-1).detach()[0], atol=1e-5)
-    assert FeatureExtractor(model)([image])[0][-1].shape == (64,)
 
 
 CONVERTED = """

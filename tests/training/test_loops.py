@@ -33,7 +33,6 @@ from attncnn_plugin.pruning import (
     optimizers,
     prune,
     prune_heads,
-    replace_parameters,
 )
 from attncnn_plugin.training import (
     PruneHeads,
@@ -259,7 +258,7 @@ def on_two_ranks(function, folder):
 def train_a_rank(rank, half, folder, killed_in=None):
     """Goes on from the checkpoint in the folder, if there is one; the second rank can be killed in an epoch."""
     torch.manual_seed(rank)  # DDP brings the ranks together
-    model, start = small_cmhsa('conv'), len(list(folder.glob('epoch_*.pt')))
+    model, start = small_cmhsa('conv').double(), len(list(folder.glob('epoch_*.pt')))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if start:
         checkpoint = torch.load(folder / f'epoch_{start}.pt')
@@ -274,7 +273,7 @@ def train_a_rank(rank, half, folder, killed_in=None):
                 ddp = DistributedDataParallel(ddp.module)
         if epoch == killed_in and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        step(ddp, optimizer, IMAGES[half], LABELS[half])
+        step(ddp, optimizer, IMAGES[half].double(), LABELS[half])
         if rank == 0:
             states = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             torch.save(states, folder / f'epoch_{epoch + 1}.pt')
@@ -285,18 +284,18 @@ def train_a_rank(rank, half, folder, killed_in=None):
 def test_two_ranks_are_one_training(tmp_path):
     """The ranks stay equal, and do what one process does with the batches of both."""
     one, other = on_two_ranks(train_a_rank, tmp_path)
-    model = small_cmhsa('conv')
+    model = small_cmhsa('conv').double()  # AdamW would make steps of what kernels round otherwise
     model.load_state_dict(torch.load(tmp_path / 'epoch_1.pt')['model'])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)
     for epoch in range(1, 4):
         for part in parts:
             part.on_epoch_begin(model, optimizer, epoch)
-        step(model, optimizer)
+        step(model, optimizer, IMAGES.double())
     assert sum(numbers(model)) == 12
     for name, value in model.state_dict().items():
         assert torch.equal(one[name], other[name]), name
-        assert torch.allclose(one[name], value, atol=1e-5), name
+        assert torch.allclose(one[name], value, rtol=0, atol=1e-9), name
 
 
 @pytest.mark.slow
@@ -315,26 +314,21 @@ def test_two_ranks_killed_and_resumed(tmp_path):
             assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize('value', [-1, 1.5, '3', True])
-def test_epochs_are_checked(value):
-    with pytest.raises(ValueError, match=f'epoch={value!r} of TwoPhases must be whole numbers, counted from 0'):
-        TwoPhases(epoch=value)
-    for epoch in (value, [2, value]):
-        with pytest.raises(ValueError, match='of PruneHeads must be whole numbers, counted from 0'):
-            PruneHeads(epoch=epoch, keep=3)
-
-
 @pytest.mark.parametrize(
-    'settings, message',
+    'make, message',
     [
-        (dict(keep=4, threshold=0.1), "'threshold': 0.1, 'keep': 4. says how many heads go: give one of"),
-        (dict(keep=2.5), 'keep=2.5 must be a number of heads'),
-        (dict(), r'criteria=\(\) of PruneHeads and nothing else say which heads go: give one of keep, threshold'),
+        *((lambda value=value: TwoPhases(epoch=value), f'epoch={value!r} of TwoPhases') for value in (-1, 1.5, '3')),
+        *((lambda value=value: PruneHeads(value, keep=3), 'of PruneHeads must be whole') for value in (True, [2, -1])),
+        (lambda: PruneHeads(1, keep=4, threshold=0.1), "'threshold': 0.1, 'keep': 4. says how many heads go: give one"),
+        (lambda: PruneHeads(1, keep=2.5), 'keep=2.5 must be a number of heads'),
+        (lambda: PruneHeads(1), r'criteria=\(\) of PruneHeads and nothing else say which heads go: give one of keep'),
+        (lambda: TwoPhases(5, layers='*', alhpa=6), 'TwoPhases has no argument alhpa: with layers it takes those of'),
+        (lambda: TwoPhases(5, alpha=6), "'alpha': 6} of TwoPhases are for the layers of a CNN: give layers"),
     ],
 )
-def test_settings_of_pruning(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PruneHeads(epoch=1, **settings)
+def test_settings(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
 @pytest.mark.slow
@@ -455,10 +449,6 @@ def test_refused_at_once():
         with pytest.raises(error, match=message):
             part.on_epoch_begin(model, optimizer, 0)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(TypeError, match='TwoPhases has no argument alhpa: with layers it takes those of conv_to_mhsa'):
-        TwoPhases(5, layers='layer4.*.conv2', alhpa=6)
-    with pytest.raises(ValueError, match="'alpha': 6} of TwoPhases are for the layers of a CNN: give layers"):
-        TwoPhases(5, alpha=6)
 
 
 def test_a_resumed_model_that_did_not_follow():
@@ -468,51 +458,17 @@ def test_a_resumed_model_that_did_not_follow():
     assert phases.on_epoch_begin(small_cmhsa('attn'), [], 2) == []  # resumed in the middle of that epoch
 
 
-def test_an_optimizer_whose_state_cannot_lose_entries():
-    model = vit()
-    optimizer = torch.optim.Adafactor(model.parameters())
-    step(model, optimizer)
-    expected, held = copy.deepcopy(model.state_dict()), [id(p) for p in optimizer.param_groups[0]['params']]
-    message = r'row_var of a Adafactor has shape \(\d+, 1\) for a parameter of .* use an optimizer such as AdamW'
-    with pytest.raises(ValueError, match=message):
-        PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, optimizer, 1)
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    with pytest.raises(ValueError, match=message):
-        replace_parameters(optimizer, prune_heads(model, {0: [1]}))
-    assert [id(p) for p in optimizer.param_groups[0]['params']] == held
-
-
-@pytest.mark.parametrize(
-    'build, message',
-    [
-        (torch.optim.LBFGS, 'a LBFGS keeps one state for all parameters'),
-        (lambda params: of.Lists(params, lr=0.1), 'Q of a Lists has several tensors for a parameter'),
-    ],
-)
-def test_an_optimizer_whose_state_is_no_tensor(build, message):
-    model = vit(embed_dim=24)
-    optimizer = build(model.parameters())
-
-    PruneHeads(epoch=0, batches=[(IMAGES, LABELS)], keep=5).on_epoch_begin(model, optimizer, 0)  # without a state yet
-    step(model, optimizer)
-    with pytest.raises(ValueError, match=message):
-        PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, optimizer, 1)
-    assert sum(numbers(model)) == 5
-    step(model, optimizer)
-
-
-@pytest.mark.parametrize('build', [of.Sharpness, torch.optim.LBFGS])
-def test_an_optimizer_that_keeps_more_than_groups(build):
-    model, parts = small_cmhsa('conv'), [TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)]
-    optimizer = build(model.parameters(), lr=1e-3)
-
-    for epoch in range(3 if build is of.Sharpness else 2):
-        for part in parts:
-            part.on_epoch_begin(model, optimizer, epoch)
+def test_an_optimizer_of_one_state_for_all_parameters():
+    """L-BFGS begins anew in the second phase, and has no entries of heads to lose."""
+    model = small_cmhsa('conv')
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3)
+    for epoch in range(2):
+        TwoPhases(epoch=1).on_epoch_begin(model, optimizer, epoch)
         step(model, optimizer)
-    if build is of.Sharpness:
-        states = optimizer.base_optimizer.state
-        assert set(states) == set(model.parameters()) and {state['step'].item() for state in states.values()} == {2}
+    with pytest.raises(ValueError, match='a LBFGS keeps one state for all parameters'):
+        PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12).on_epoch_begin(model, optimizer, 2)
+    assert sum(numbers(model)) == 18
+    step(model, optimizer)
 
 
 def states(*owners):
@@ -760,7 +716,7 @@ def test_layers_are_checked_once(monkeypatch):
 
 
 @pytest.mark.parametrize('bias_correction', [True, False])
-def test_a_duplicate_hands_on_its_values(bias_correction):
+def test_a_duplicate_goes_first_and_hands_on_its_values(bias_correction):
     model = small_timm('sa_generalized_cifar', depth=1).eval()
     with torch.no_grad():
         for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
@@ -769,6 +725,8 @@ def test_a_duplicate_hands_on_its_values(bias_correction):
     pruner = PruneHeads(batches=[(IMAGES, LABELS)], criteria=['duplicate'], bias_correction=bias_correction)
     judged = pruner.judge(model)
     assert judged == {'blocks.0.attn': [2]}
+    by = lambda *args: {'blocks.0.attn': torch.tensor([0.0, 5, 9])}  # noqa: E731
+    assert PruneHeads(batches=[(IMAGES, LABELS)], by=by, criteria=['duplicate'], keep=2).judge(model) == judged
     pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2
     assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction

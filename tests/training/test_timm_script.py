@@ -36,7 +36,7 @@ def train(folder, out, model, kwargs, *options, rate=1e-2, epochs=1, batch=64, m
     """Runs the script, and returns the accuracy of each epoch and the folder of checkpoints."""
     settings = (
         f'--device cpu --num-classes 10 --in-chans 1 --input-size 1 16 16 --mean 0.5 --std 0.5 --no-aug -b {batch} \
-        --smoothing 0 --workers 0 --no-prefetcher --opt adamw --weight-decay 0 --sched step \
+        --smoothing 0 --workers 1 --no-prefetcher --opt adamw --weight-decay 0 --sched step \
         --decay-epochs 100 --warmup-epochs 0 --lr {rate} \
         --epochs {epochs} --output {out.parent} --experiment {out.name}'
     )

@@ -240,6 +240,26 @@ def test_lightning_on_several_devices():
 
 
 @pytest.mark.slow
+def test_an_epoch_that_lightning_does_not_begin():
+    """As where it resumes from a checkpoint of the last batch of the epoch before."""
+    pytest.importorskip('lightning')
+    from attncnn_plugin.training.lightning import EpochCallback
+
+    begun = []
+    part = SimpleNamespace(check=lambda module: None, on_epoch_begin=lambda *args: begun.append(args[2]))
+    callback, module = EpochCallback(part), nn.Linear(2, 2)
+    trainer = SimpleNamespace(world_size=1, callbacks=[], optimizers=[], current_epoch=1)
+    callback.setup(trainer, module, 'fit')
+    callback.on_train_batch_start(trainer, module, None, 5)  # in the middle of it
+    assert begun == []
+    callback.on_train_batch_start(trainer, module, None, 0)
+    callback.on_train_batch_start(trainer, module, None, 1)
+    trainer.current_epoch = 2
+    callback.on_train_epoch_start(trainer, module)
+    callback.on_train_batch_start(trainer, module, None, 0)
+    assert begun == [1, 2]
+
+
 def test_lightning_with_other_parameters_and_a_second_fit():
     pytest.importorskip('lightning')
     from attncnn_plugin.training.lightning import EpochCallback
@@ -294,9 +314,15 @@ def whole_lightning(request, data, tmp_path_factory):
 
     def run(folder, path=None, averaging=None):
         module, averaging = Module(), averaging or library.callbacks.EMAWeightAveraging(decay=0.9)
-        save = library.callbacks.ModelCheckpoint(folder, '{epoch}', save_top_k=-1, save_on_train_epoch_end=True)
+        save, save_last = (
+            library.callbacks.ModelCheckpoint(folder, name, save_top_k=-1, **when)
+            for name, when in [
+                ('{epoch}', dict(save_on_train_epoch_end=True)),
+                ('{step}', dict(every_n_train_steps=STEPS, save_on_train_epoch_end=False)),
+            ]
+        )
         settings = dict(accelerator='cpu', logger=False, enable_progress_bar=False, enable_model_summary=False)
-        callbacks = [save, averaging, EpochCallback(*parts_of(batches))]
+        callbacks = [save, save_last, averaging, EpochCallback(*parts_of(batches))]
         trainer = library.Trainer(max_epochs=EPOCHS, default_root_dir=folder, callbacks=callbacks, **settings)
         order = torch.utils.data.DistributedSampler(train, 1, 0)  # by the epoch
         trainer.fit(module, DataLoader(train, 64, sampler=order), ckpt_path=path)
@@ -326,7 +352,13 @@ def test_lightning(whole_lightning, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('epoch', [SWITCH - 1, SWITCH, PRUNE - 1, PRUNE])
-def test_lightning_resumes(epoch, whole_lightning, tmp_path):
+@pytest.mark.parametrize(
+    'name',
+    [
+        *[f'epoch={epoch}' for epoch in (SWITCH - 1, SWITCH, PRUNE - 1, PRUNE)],
+        *[f'step={STEPS * epoch}' for epoch in (SWITCH, PRUNE)],  # the last batch: Lightning begins no epoch then
+    ],
+)
+def test_lightning_resumes(name, whole_lightning, tmp_path):
     run, module, folder, _ = whole_lightning
-    assert_same(run(tmp_path, folder / f'epoch={epoch}.ckpt'), module.state_dict())
+    assert_same(run(tmp_path, folder / f'{name}.ckpt'), module.state_dict())

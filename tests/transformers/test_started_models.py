@@ -3,7 +3,8 @@
 import pytest
 import timm
 import torch
-from helpers.starts import refused, small_vit
+from helpers.small import refused
+from helpers.starts import small_vit
 from helpers.vits import NO_START, OF_HUGGING_FACE, OF_TORCHVISION, SETTINGS, new_vit, output_of
 from torch import nn
 
@@ -86,28 +87,24 @@ def test_a_trained_model_is_refused(name):
         'give a new one, or overwrite=True$'
     )
     for start in (init_as_convolution, set_sine_cosine_embedding):
-        with pytest.raises(ValueError, match=message):
+        with refused(model, message):
             start(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     init_as_convolution(model, overwrite=True)
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def train_a_step(model, optimizer=torch.optim.SGD, steps=1):
+def train_a_step(model, optimizer=torch.optim.SGD):
     optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        output_of(model, torch.randn(2, 3, 32, 32).to(next(model.parameters()))).float().square().sum().backward()
-        optimizer.step()
+    output_of(model, torch.randn(2, 3, 32, 32).to(next(model.parameters()))).float().square().sum().backward()
+    optimizer.step()
 
 
 DRAWN_BIASES = 'vit_relpos_base_patch32_plus_rpn_256', 'VisionTransformer'  # without those of norms nothing is known
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('steps', [1, 5])
 @pytest.mark.parametrize('name', [name for name in SETTINGS if name not in (*NO_START, *DRAWN_BIASES)])
-def test_a_model_with_frozen_norms_is_refused(name, steps, dtype):
+def test_a_model_with_frozen_norms_is_refused(name, dtype):
     settings = {**SETTINGS[name], 'qk_norm': False} if 'qk_norm' in SETTINGS[name] else SETTINGS[name]
     model = new_vit(name, **settings)
     if name == 'torchvision.VisionTransformer':
@@ -117,7 +114,7 @@ def test_a_model_with_frozen_norms_is_refused(name, steps, dtype):
     for module in model.modules():
         module.requires_grad_('norm' not in type(module).__name__.lower()) if not list(module.children()) else None
     dtype = torch.float32 if name == 'SwinTransformer' else dtype  # mmpretrain's does not run in another
-    train_a_step(model.to(dtype), torch.optim.AdamW, steps)
+    train_a_step(model.to(dtype), torch.optim.AdamW)
     with pytest.raises(ValueError, match='holds different numbers, so that model may be trained'):
         init_as_convolution(model)
 

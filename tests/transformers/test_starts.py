@@ -5,7 +5,9 @@ import copy
 import pytest
 import timm
 import torch
-from helpers.starts import attention_of, gaussian, refused, small_vit, total_variation
+from helpers.small import refused
+from helpers.starts import gaussian, small_vit, total_variation
+from helpers.vits import own_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -62,11 +64,11 @@ def test_heads_are_gaussian(encoding, data, seed):
     size = data.draw(st.tuples(*[st.integers(2 if exact else 3, 7)] * 2))
     alpha = data.draw(st.floats(0.3, 5) if exact else st.floats(0.5, 2))
     kernel_size = data.draw(st.sampled_from([1, 3, (2, 3), 5] if exact else [3]))
-    model = small_vit(name, size, **settings)
+    model = small_vit(name, size, depth=2, **settings)
     shifts = data.draw(st.sampled_from(['ordered', 'random']))
     report = init_as_convolution(model, kernel_size, alpha=alpha, seed=seed, shifts=shifts)
-    probs = attention_of(model, random_images(find_transformer(model), seed=seed))
-    assert len(report.layers) == len(probs) == 3
+    probs = list(own_attention(model, random_images(find_transformer(model), seed=seed)).values())
+    assert len(report.layers) == len(probs) == 2
     patches = size[0] * size[1]
     for layer, of_layer in zip(report.layers, probs):
         assert (layer.encoding, layer.grid) == (encoding, size)
@@ -87,7 +89,7 @@ def test_prefix_tokens_are_as_they_are(name, settings):
     init_as_convolution(model)
     prefix = model.num_prefix_tokens
     uniform = torch.tensor(1 / (49 + prefix)).double()
-    for probs in attention_of(model, random_images(find_transformer(model))):
+    for probs in own_attention(model, random_images(find_transformer(model))).values():
         assert torch.allclose(probs[:, :, :prefix], uniform, atol=1e-9)
         assert torch.allclose(probs[:, :, prefix + 24, :prefix], uniform, rtol=0.3 if name == VIT else 0.5)
 
@@ -178,7 +180,7 @@ def test_windows(alpha):
     model = small_vit('swin_tiny_patch4_window7_224', (height, height), **settings)
     report = init_as_convolution(model, alpha=alpha)
     assert [layer.grid for layer in report.layers] == [(4, 4)] * 2
-    plain, shifted = attention_of(model, random_images(find_transformer(model))[:1])
+    plain, shifted = own_attention(model, random_images(find_transformer(model))[:1]).values()
     origin = torch.arange(height).reshape(3, window)  # rows of each window
     for layer, probs, rows in ((report.layers[0], plain, origin), (report.layers[1], shifted, (origin + 2) % height)):
         probs = probs.reshape(3, 3, 2, 16, 16)

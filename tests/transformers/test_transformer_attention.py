@@ -1,12 +1,11 @@
 """The attention of other libraries' transformers: that which they compute, where their windows are."""
 
-import inspect
 import math
 
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, not_small, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, not_small, output_of, own_attention, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.models.swin_transformer import WindowAttention
@@ -16,27 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import head_report, mean_attention
-from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.pruning import prunable_heads
 from attncnn_plugin.pruning.degenerate import observed_attention
 
 UNSEEN = 'VisionTransformer', 'DeiT3'  # whose dropout is no module
 VIT, SWIN = 'vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'
-
-
-def own_attention(model, images):
-    """The probabilities that go through each module's ``attn_drop`` where the library has no fused kernel."""
-    found, handles = {}, []
-    for name, layer in model.named_modules():
-        if isinstance(getattr(layer, 'attn_drop', None), nn.Module):
-            fused, layer.fused_attn = getattr(layer, 'fused_attn', None), False
-            keep = lambda _, args, name=name: found.update({name: args[0]})  # noqa: E731
-            handles.append((layer.attn_drop.register_forward_pre_hook(keep), layer, fused))
-    with torch.no_grad():
-        output_of(model, images)
-    for handle, layer, fused in handles:
-        handle.remove()
-        layer.fused_attn = fused
-    return found
 
 
 def own_windows(block, grid):
@@ -78,47 +61,6 @@ def test_probabilities_are_those_of_the_library(name):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize('qk_scale', [None, 0.1])
-@torch.no_grad()
-def test_probabilities_of_a_function(qk_scale):
-    """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
-    utils = pytest.importorskip('mmpretrain.models.utils')
-    layer = utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval()
-    x, inputs = torch.randn(2, 7, 24, dtype=torch.float64), []
-    layer.proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    probs = attention_maps(layer, x)['']
-    value = layer.qkv(x).unflatten(2, (3, 3, 8))[:, :, 2].transpose(1, 2)
-    torch.testing.assert_close((probs @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
-
-
-def test_heads_that_share_keys():
-    name = 'vit_base_patch16_sapiens2'
-    if not timm.is_model(name):
-        pytest.skip(f'timm {timm.__version__} has no such model')
-    settings = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=6, num_kv_heads=(6, 2), num_classes=0)
-    model, images = not_small(timm.create_model(name, **settings)).double(), torch.randn(2, 3, 32, 32).double()
-    expected, found = own_attention(model, images), attention_maps(model, images)
-    assert len(expected) == 2
-    for layer, probs in expected.items():
-        torch.testing.assert_close(found[layer], probs, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize('kind', ['float', 'bool', 'causal'])
-def test_masks(kind):
-    attention = small_vit(VIT).double().blocks[0].attn
-    if kind != 'float' and 'is_causal' not in inspect.signature(type(attention).forward).parameters:
-        pytest.skip(f'timm {timm.__version__} adds bools to the scores')
-    seen = torch.ones(5, 5, dtype=torch.bool).tril() if kind == 'causal' else torch.rand(5, 5) > 0.4
-    seen.fill_diagonal_(True)
-    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
-    settings, x, found = {'is_causal': True} if kind == 'causal' else {'attn_mask': mask}, torch.randn(2, 5, 24), []
-    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    for attention.fused_attn in (False, True):
-        maps = attention_maps(attention, x, call=lambda model, x: model(x.double(), **settings))['']
-        torch.testing.assert_close(maps, found[0], rtol=1e-12, atol=1e-13)
-        assert not maps[..., ~seen].any()
-
-
 @given(rows=st.integers(2, 9), columns=st.integers(2, 9), window=st.integers(2, 4))
 @pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
 def test_windows(kind, rows, columns, window):
@@ -142,19 +84,13 @@ def test_windows(kind, rows, columns, window):
         torch.testing.assert_close(maps[layer], whole)
 
 
-@pytest.mark.parametrize('name', ['of a block of its own', 'mobilevit_xxs'])
-def test_windows_of_other_blocks(name):
-    """Attention of timm's Swin in another block, and the same pixel of all patches, as in MobileViT."""
-    numbers = torch.arange(1, 65)
-    if name == 'mobilevit_xxs':
-        model, size = timm.create_model(name).double().eval(), 64
-        windows = numbers.view(4, 2, 4, 2).permute(1, 3, 0, 2).reshape(-1, 16)
-    else:
-        cut = nn.Sequential(nn.Unflatten(3, (2, 4)), nn.Unflatten(2, (2, 4)))  # (B, D, 2, 4, 2, 4)
-        model, size = nn.Sequential(nn.Conv2d(3, 24, 4, 4), cut, WindowAttention(24, 3, window_size=(4, 4))), 32
-        cut.register_forward_hook(lambda _, args, x: x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2))
-        model, windows = not_small(model).double(), numbers.view(2, 4, 2, 4).transpose(1, 2).reshape(-1, 16)
-    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+def test_windows_of_other_blocks():
+    """Attention of timm's Swin in a block of one's own."""
+    cut = nn.Sequential(nn.Unflatten(3, (2, 4)), nn.Unflatten(2, (2, 4)))  # (B, D, 2, 4, 2, 4)
+    model = nn.Sequential(nn.Conv2d(3, 24, 4, 4), cut, WindowAttention(24, 3, window_size=(4, 4)))
+    cut.register_forward_hook(lambda _, args, x: x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2))
+    model, windows = not_small(model).double(), torch.arange(1, 65).view(2, 4, 2, 4).transpose(1, 2).reshape(-1, 16)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     layer, probs = next(iter(own_attention(model, images).items()))
     expected = on_grid(probs, windows, 64)
     torch.testing.assert_close(attention_maps(model, images)[layer], expected, rtol=1e-12, atol=1e-13)
@@ -170,17 +106,6 @@ def test_padding_of_windows_is_left_out():
     assert torch.allclose(maps.probs[0].sum(1), torch.ones(25))
     inside = (16 * 1 + 2 * 4 * 1 / 4 + 1 / 16) / 25  # of whole windows, of those with 4 of 16 tokens, of that with one
     assert maps.prefix_mass.item() == pytest.approx(1 - inside, abs=1e-6)
-
-
-@pytest.mark.parametrize('name', [VIT, SWIN])
-def test_pruned_heads(name):
-    """Layers have maps of the heads that are left; the others are as they are."""
-    model, images = small_vit(name), torch.randn(2, 3, 32, 32)
-    first, second, *others = layers = list(prunable_heads(model))
-    prune_heads(model, {first: [0, 2], second: [1]})
-    maps, left = mean_attention(model, images), [1, 2] + [3] * len(others)
-    assert list(maps) == layers and [len(own.probs) for own in maps.values()] == left
-    assert [report.num_heads for report in head_report(model, images).layers] == left
 
 
 @pytest.mark.parametrize('name', [VIT, 'sa_learned_content_cifar'])
@@ -208,14 +133,13 @@ def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
     expected = mean_attention(model, images)
-    for name, own in mean_attention(model.to(dtype), images).items():
+    assert {probs.dtype for probs in attention_maps(model.to(dtype), images).values()} == {torch.float32}
+    for name, own in mean_attention(model, images).items():
         assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
 
 def test_what_cannot_be_shown():
-    with pytest.raises(ValueError, match='no attention of a ResNet was seen for these inputs'):
-        mean_attention(timm.create_model('resnet18'), torch.randn(1, 3, 32, 32))
     with pytest.raises(ValueError, match=r'no .* is between all patches of a grid, .*: its shapes are blocks.0.attn '):
         mean_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
     with pytest.raises(ValueError, match='inputs=<Tensor of shape .*> are none, but at least one is needed'):
@@ -224,17 +148,6 @@ def test_what_cannot_be_shown():
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
         mean_attention(model, torch.randn(1, 3, 32, 32))
-
-
-def test_layers_that_run_twice():
-    """Each time is attention of its own."""
-    model, images = small_vit(VIT, depth=1), torch.randn(2, 3, 32, 32)
-    first = mean_attention(model, images)['blocks.0.attn']
-    model.blocks.append(model.blocks[0])
-    maps = mean_attention(model, images)
-    assert list(maps) == ['blocks.0.attn', 'blocks.0.attn#2']
-    assert torch.equal(maps['blocks.0.attn'].probs, first.probs)
-    assert not torch.equal(maps['blocks.0.attn#2'].probs, first.probs)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from helpers.adapter import Adapter
-from helpers.small import numbers, small_timm
+from helpers.small import numbers, refused, small_timm
 from helpers.versions import hugging_face_library
 from helpers.vits import OF_TIMM, SETTINGS, SIZE, map_of_outputs, not_small, output_of, small_vit
 from torch import nn
@@ -20,7 +20,7 @@ from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis.layer_maps import layer_labels
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.heads.sizes import RECORD
-from attncnn_plugin.pruning import head_costs, head_importance, prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning import head_costs, head_importance, prunable_heads, prune_heads
 from attncnn_plugin.training import PruneHeads
 
 OLD_TORCH = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7)
@@ -60,6 +60,8 @@ def test_removed_heads_are_heads_at_zero(name, fused):
     torch.manual_seed(0)
     model = small_vit(name).double()
     layers, whole = prunable_heads(model), copy.deepcopy(model)
+    if 'swin' not in name.lower():  # the number of the block, whatever a library calls its layers
+        assert list(layer_labels(layers).values()) == ['block 0', 'block 1']
     modules = {name: model.get_submodule(name) for name in layers}
     for module in modules.values():
         if hasattr(module, 'fused_attn'):
@@ -93,18 +95,14 @@ def test_removed_heads_are_heads_at_zero(name, fused):
     assert torch.equal(output_of(model, images), pruned)  # no copy computes with the modules of the other
 
 
-@pytest.mark.parametrize('name', [name for name in VITS if 'swin' not in name.lower()])
-def test_number_of_the_block(name):
-    """Heads are named by it, and figures show it, whatever a library calls its layers."""
-    model = small_vit(name)
-    assert list(layer_labels(prunable_heads(model)).values()) == ['block 0', 'block 1']
-    prune_heads(model, {1: [0]})
-    assert numbers(model) == [3, 2]
-
-
-@pytest.mark.parametrize(
-    'name', [name for name in VITS if name != 'SwinTransformerV2']
-)  # strict loading refuses its own
+@pytest.mark.parametrize(  # test_supported.py has the others
+    'name',
+    [
+        *(VIT, BEIT, SWIN, 'vit_relpos_small_patch16_224', 'eva02_base_patch14_224', 'swinv2_tiny_window8_256'),
+        *('deit_tiny_distilled_patch16_224', 'vit_small_patch16_rope_224', 'BEiTViT'),
+        *('transformers.ViT', 'transformers.Swin', 'torchvision.VisionTransformer'),
+    ],
+)
 def test_state_dict_carries_the_heads(name):
     """A fresh model takes them, and all too; an optimizer that was built before holds its parameters."""
     model, images = pruned_vit(name), torch.randn(2, 3, SIZE, SIZE)
@@ -120,23 +118,6 @@ def test_state_dict_carries_the_heads(name):
     load(model, whole.state_dict())
     torch.testing.assert_close(output_of(model, images), output_of(whole, images), rtol=1e-4, atol=1e-4)
     assert not follow_state_dict(model, whole.state_dict())
-
-
-def test_optimizer_goes_on():
-    """With the state and gradients of the entries that are left, as of one that trains the masked model."""
-    torch.manual_seed(0)
-    model, images = small_vit(VIT), torch.randn(4, 3, SIZE, SIZE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    output_of(model, images).square().mean().backward()
-    optimizer.step()
-    qkv = model.blocks[0].attn.qkv
-    expected = optimizer.state[qkv.weight]['exp_avg'].view(3, 3, 8, -1)[:, [0, 2]].flatten(0, 2)
-    replace_parameters(optimizer, prune_heads(model, {0: [1]}))
-    assert torch.equal(optimizer.state[qkv.weight]['exp_avg'], expected)
-    assert {id(p) for g in optimizer.param_groups for p in g['params']} == {id(p) for p in model.parameters()}
-    optimizer.zero_grad()
-    output_of(model, images).square().mean().backward()
-    optimizer.step()
 
 
 def test_hooks_stay():
@@ -156,11 +137,10 @@ def test_state_dicts_of_parts(name):
     """Heads follow where all of a layer's parameters are there; else the others would be 0."""
     model, pruned = small_vit(name), small_vit(name)
     prune_heads(pruned, {0: [1]})
-    before, part = copy.deepcopy(model.state_dict()), 'blocks.0.attn.proj.weight'
-    assert not follow_state_dict(model, {part: pruned.state_dict()[part]}, strict=False)
-    with pytest.raises(RuntimeError, match='size mismatch'):
-        model.load_state_dict({part: pruned.state_dict()[part]}, strict=False)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    part = {'blocks.0.attn.proj.weight': pruned.state_dict()['blocks.0.attn.proj.weight']}
+    assert not follow_state_dict(model, part, strict=False)
+    with refused(model, 'size mismatch', RuntimeError):
+        model.load_state_dict(part, strict=False)
     attention, x = model.blocks[0].attn, torch.randn(2, 17, 24)
     load(attention, pruned.blocks[0].attn.state_dict())
     assert attention.num_heads == 2 and torch.equal(attention(x), pruned.blocks[0].attn(x))
@@ -190,11 +170,8 @@ def test_refused(name, changes, message):
     if not timm.is_model(name):
         pytest.skip(f'timm {timm.__version__} has no such model')
     model = timm.create_model(name, **{**OF_TIMM[VIT], **changes})
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(TypeError, match=f'heads of blocks.1.attn cannot be removed: {message}'):
+    with refused(model, f'heads of blocks.1.attn cannot be removed: {message}', TypeError):
         prune_heads(model, {'blocks.1.attn': [0]})
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 class InParts(nn.Module):
@@ -493,7 +470,7 @@ def test_meta_device_takes_the_heads():
     assert [block.attn.num_heads for block in model.blocks] == [2, 1]
 
 
-@pytest.mark.parametrize('name', ['vit_relpos_small_patch16_224', 'eva02_tiny_patch14_224', BEIT])
+@pytest.mark.parametrize('name', ['eva02_tiny_patch14_224', BEIT])
 def test_compiled(name):
     """In one graph, as before."""
     model, images = pruned_vit(name), torch.randn(2, 3, SIZE, SIZE)
@@ -501,7 +478,7 @@ def test_compiled(name):
     torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('name', [VIT, 'swinv2_tiny_window8_256', 'BEiTViT', 'VisionTransformer'])
+@pytest.mark.parametrize('name', ['swinv2_tiny_window8_256', 'BEiTViT'])
 def test_autocast_and_half_precision(name):
     model, images = pruned_vit(name), torch.randn(2, 3, SIZE, SIZE)
     expected = output_of(model, images)

@@ -239,13 +239,3 @@ def test_what_cannot_be_drawn():
         plot_attention(vit, images, query=(9, 0))
     with pytest.raises(TypeError, match=r'ablation=<Tensor of shape \(2, 3\)> must be the result of head_ablation'):
         plot_head_ablation(torch.rand(2, 3))
-
-
-def test_compiled_models_and_other_dtypes():
-    torch.manual_seed(0)
-    model, images = small_vit('vit_tiny_patch16_224').double(), torch.randn(1, 3, SIZE, SIZE)
-    compiled = torch.compile(model, backend='eager')
-    compiled(images.double())
-    expected, found = drawn(plot_attention(model, images.double())), drawn(plot_attention(compiled, images))
-    for title, array in expected.items():
-        np.testing.assert_allclose(found[title], array, rtol=1e-5)

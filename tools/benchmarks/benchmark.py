@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 import gpu
 import timm
 import torch
+from gpu import C20, PHASES, TRANSFORMERS, smallest
 from measure import Measured, Ratio, Step, added_by, forward_pass, side_by_side, training_step
 from original import with_dense_original
 from torch import nn
@@ -28,18 +29,6 @@ from attncnn_plugin.pruning import prunable_heads, prune_heads
 Cells = Iterator[Tuple[str, str, Union[Ratio, str]]]  # of a row and a column
 
 WAYS = {'forward': False, 'training': True}
-C20 = {
-    'quadratic': 'sa_quadratic_cifar',
-    'generalized': 'sa_generalized_cifar',
-    'learned': 'sa_learned_cifar',
-    'learned + content': 'sa_learned_content_cifar',
-}
-PHASES = {
-    'convolution': dict(phase='conv'),
-    'attention': dict(phase='attn', null_key=True),
-    "attention, head_dim='exact'": dict(phase='attn', null_key=True, head_dim='exact', qk_dim=64),
-}
-TRANSFORMERS = ('deit_small_patch16_224', 'vit_base_patch16_224')
 # Of heads that a convolution became; α = 6 is for heads that learn.
 CONVERTED = {
     'hard': {},
@@ -49,19 +38,13 @@ CONVERTED = {
 }
 # The convolutions of the last stage that are larger than a pixel.
 LAST_STAGES = {'resnet18': 'layer4.*.conv*', 'resnet50': 'layer4.*.conv2', 'convnext_tiny': 'stages.3.*.conv_dw'}
-QUICK = {
-    'cifar': dict(embed_dim=16, num_heads=3, mlp_dim=24),
-    'cmhsa5': dict(patch_size=4, img_size=32, depth=2, mlp_dim=24),
-    **dict.fromkeys(('patch16_224', 'dinov2'), dict(patch_size=8, img_size=32, depth=2, num_heads=2, embed_dim=16)),
-}
 # What attention_maps keeps of each layer.
 KEPT = {'all maps': None, "reduce='class_token'": 'class_token'}
 
 
 def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
     """Builds one of timm's models, or with ``quick`` one that is as small as it can be."""
-    small = next((small for part, small in QUICK.items() if quick and part in name), {})
-    return timm.create_model(name, **kwargs, **small)
+    return timm.create_model(name, **{**kwargs, **(smallest(name) if quick else {})})
 
 
 def c20_model(quick: bool, name: str, side: int) -> nn.Module:

@@ -30,7 +30,21 @@ PRECISIONS = {
 }
 SECONDS = 0.15  # of a measurement, and one call at least
 DIM, HEADS, SIDE, IMAGES = 400, 9, 16, 100  # of C20's layers, and its batch
-C20, L21 = (300 * 50_000, IMAGES, 32, 10), (400 * 50_000, 128, 224, 100)  # images of a training; batch, pixels, classes
+# Images of a training; batch, pixels, classes.
+OF_C20, OF_L21 = (300 * 50_000, IMAGES, 32, 10), (400 * 50_000, 128, 224, 100)
+
+C20 = {
+    'quadratic': 'sa_quadratic_cifar',
+    'generalized': 'sa_generalized_cifar',
+    'learned': 'sa_learned_cifar',
+    'learned + content': 'sa_learned_content_cifar',
+}
+PHASES = {
+    'convolution': dict(phase='conv'),
+    'attention': dict(phase='attn', null_key=True),
+    "attention, head_dim='exact'": dict(phase='attn', null_key=True, head_dim='exact', qk_dim=64),
+}
+TRANSFORMERS = ('deit_small_patch16_224', 'vit_base_patch16_224')
 
 
 class Flex(nn.Module):
@@ -101,15 +115,13 @@ def precision(device: torch.device, tf32: bool, half: bool) -> Iterator[None]:
 
 
 def compiled(model: nn.Module, quick: bool) -> nn.Module:
-    """Compiles a model block by block, one after the other by the same code, or whole where it has no blocks."""
+    """Compiles a model block by block, one after the other by the same code, or whole where it has no blocks.
+
+    Where nothing is measured, by what takes little time.
+    """
     for part in getattr(model, 'blocks', [model]):
-        part.compile(dynamic=False, backend=backend(quick))
+        part.compile(dynamic=False, backend='aot_eager' if quick else 'inductor')
     return model
-
-
-def backend(quick: bool) -> str:
-    """Returns what compiles: where nothing is measured what takes little time."""
-    return 'aot_eager' if quick else 'inductor'
 
 
 def both(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], quick: bool) -> List[Measurement]:
@@ -204,16 +216,13 @@ def networks(quick: bool, device: torch.device) -> Cells:
     loading them.
     """
     models: Dict[str, Tuple[Callable[..., nn.Module], Dict[str, Any], tuple]] = {
-        'ResNet-18': (resnet18, {}, C20),
-        **{name: (timm.create_model, dict(model_name=name), C20) for name in C20_NETWORKS},
+        'ResNet-18': (resnet18, {}, OF_C20),
+        **{name: (timm.create_model, dict(model_name=name), OF_C20) for name in C20.values()},
         **{
-            f'cmhsa5_patch16_224, {row}': (timm.create_model, dict(model_name='cmhsa5_patch16_224', **options), L21)
+            f'cmhsa5_patch16_224, {row}': (timm.create_model, dict(model_name='cmhsa5_patch16_224', **options), OF_L21)
             for row, options in PHASES.items()
         },
-        **{
-            name: (timm.create_model, dict(model_name=name), L21)
-            for name in ('deit_small_patch16_224', 'vit_base_patch16_224')
-        },
+        **{name: (timm.create_model, dict(model_name=name), OF_L21) for name in TRANSFORMERS},
     }
     for name, (make, options, (images, batch, pixels, classes)) in models.items():
         options = dict(options, num_classes=classes)
@@ -231,14 +240,6 @@ def networks(quick: bool, device: torch.device) -> Cells:
         if fastest is not None:
             yield name, 'images a second', f'{batch / fastest:,.0f}'
             yield name, "hours of the paper's training", f'{images / batch * fastest / 3600:.3g}'
-
-
-C20_NETWORKS = ('sa_quadratic_cifar', 'sa_generalized_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar')
-PHASES = {
-    'convolution': dict(phase='conv'),
-    'attention': dict(phase='attn', null_key=True),
-    "attention, head_dim='exact'": dict(phase='attn', null_key=True, head_dim='exact', qk_dim=64),
-}
 
 
 def resnet18(num_classes: int, **sizes: Any) -> nn.Module:

@@ -99,19 +99,6 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
     return lambda: torch.autograd.grad(F.cross_entropy(model(images), labels), parameters, allow_unused=True)
 
 
-def layer_step(layer: nn.Module, x: Tensor) -> Step:
-    """Returns a forward and backward pass of a layer, to its input too, from a random gradient of its output."""
-    tensors = [x.requires_grad_(), *layer.train().requires_grad_(True).parameters()]
-    gradient = torch.randn_like(layer(x))
-
-    def step() -> None:
-        for tensor in tensors:
-            tensor.grad = None
-        layer(x).backward(gradient)
-
-    return step
-
-
 def added_by(make_step: Callable[..., Step], *args) -> int:
     """Returns the bytes that a step needs on top of the libraries, the weights and the images.
 

@@ -19,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Tuple
 
 import gpu
 import numpy as np
@@ -27,8 +27,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from benchmark import machine
-from PIL import Image
 from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
 
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 
@@ -54,15 +54,13 @@ DIFFERS = {
 }
 
 
-class Log:
-    """Prints, into a file too."""
+Log = Callable[[str], None]
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open('a')
 
-    def __call__(self, line: str) -> None:
-        for out in (sys.stdout, self.file):
-            print(f'{time.strftime("%H:%M:%S")} {line}', file=out, flush=True)
+def say(file: TextIO, line: str) -> None:
+    """Prints a line, into a file too."""
+    for out in (sys.stdout, file):
+        print(f'{time.strftime("%H:%M:%S")} {line}', file=out, flush=True)
 
 
 def main() -> None:
@@ -76,7 +74,7 @@ def main() -> None:
     parser.add_argument('--smoke', action='store_true', help='small networks and random images: to see that it runs')
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    log, end = Log(args.out / 'log.txt'), time.monotonic() + 60 * args.minutes
+    log, end = partial(say, (args.out / 'log.txt').open('a')), time.monotonic() + 60 * args.minutes
     log(machine(args.smoke))
     if not torch.cuda.is_available() and not args.smoke:
         sys.exit('there is no GPU: --smoke rehearses this on a CPU')
@@ -147,14 +145,11 @@ def load_images(args: argparse.Namespace) -> Dict[str, Tuple[Tensor, Tensor]]:
         return {part: (images.to(device), torch.arange(96, device=device) % 10) for part in ('train', 'test')}
     found = {}
     for part in ('train', 'test'):
-        folders = sorted(path for path in (args.data / part).glob('*') if path.is_dir())
-        if not folders:
-            raise ValueError(f'--data {args.data} has no {part}/CLASS/*')
-        files = [(file, label) for label, folder in enumerate(folders) for file in sorted(folder.iterdir())]
+        folder = ImageFolder(args.data / part, np.asarray)
         with ThreadPoolExecutor() as pool:
-            pixels = list(pool.map(lambda entry: np.asarray(Image.open(entry[0]).convert('RGB')), files))
+            pixels, labels = zip(*pool.map(folder.__getitem__, range(len(folder))))
         images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-        found[part] = images.to(device), torch.tensor([label for _, label in files], device=device)
+        found[part] = images.to(device), torch.tensor(labels, device=device)
     return found
 
 
@@ -266,13 +261,6 @@ class Training:
         return 100 * float(right) / len(images)
 
 
-def recipe_of(name: str) -> Tuple[Callable[[], nn.Module], Dict[str, Any]]:
-    """Returns what builds one of C20's networks, and its recipe."""
-    if name == 'ResNet-18':
-        return lambda: gpu.resnet18(num_classes=10), dict(lr=0.1, weight_decay=1e-4, milestones=[0.8 / 3, 0.5, 2.5 / 3])
-    return lambda: timm.create_model(f'sa_{name}_cifar', **DROP), dict(lr=0.1, weight_decay=1e-4, warm_up=0.05)
-
-
 def c20(
     args: argparse.Namespace, seconds: float, log: Log, names: Sequence[str] = ('quadratic', 'ResNet-18')
 ) -> Optional[Dict[str, Any]]:
@@ -281,13 +269,15 @@ def c20(
     data, batch = load_images(args), 32 if args.smoke else 100
 
     def training(name: str, file: str) -> Training:
-        make, recipe = recipe_of(name)
+        recipe: Dict[str, Any] = dict(lr=0.1, weight_decay=1e-4)
         torch.manual_seed(0)
-        if args.smoke and name != 'ResNet-18':
-            make = lambda: timm.create_model(f'sa_{name}_cifar', **DROP, **gpu.smallest('sa_'))  # noqa: E731
-        elif args.smoke:
-            make = lambda: gpu.resnet18(num_classes=10, **gpu.smallest(name))  # noqa: E731
-        return Training(args.out / file, make(), data, batch, recipe)
+        if name == 'ResNet-18':
+            model = gpu.resnet18(num_classes=10, **(gpu.smallest(name) if args.smoke else {}))
+            recipe.update(milestones=[0.8 / 3, 0.5, 2.5 / 3])
+        else:
+            model = timm.create_model(f'sa_{name}_cifar', **DROP, **(gpu.smallest('sa_') if args.smoke else {}))
+            recipe.update(warm_up=0.05)
+        return Training(args.out / file, model, data, batch, recipe)
 
     plan = args.out / 'c20_epochs.json'
     if not plan.exists():

@@ -104,13 +104,10 @@ def _cells(runs: Sequence[Run], extras: Sequence[str]) -> List[str]:
     cells.append(_mean_and_range([result['seconds'] / 60 for result in results], '.1f'))
     cells.append(str(len(runs)))
     for key in extras:
-        values = [np.mean(_numbers(result[key])) for result in results if key in result]
+        found = [result[key] for result in results if key in result]
+        values = [np.mean(list(own.values()) if isinstance(own, dict) else own) for own in found]
         cells.append(_mean_and_range(values, EXTRAS[key][1]) if values else '')
     return cells
-
-
-def _numbers(value: Any) -> List[float]:
-    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 def _mean_and_range(values: Sequence[float], form: str) -> str:
