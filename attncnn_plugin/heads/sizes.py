@@ -8,7 +8,7 @@ reads it, as it stands in the error of a loading that does not.
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ NO_WIDTH = re.compile('window|len|time|point|patch|kernel|grid|image|img|vocab|b
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
 OF_KEYS = 'kv', 'key_value'  # in the name of a number of heads: that of the keys, which heads may share
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
+Taken = Tuple[Any, str, int]  # a module, its attribute that was taken for a width by its number, and this number
 
 
 def number_of_heads(number: int) -> str:
@@ -45,7 +46,7 @@ def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
 
 def set_sizes(
     module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int, spared: Collection[int]
-) -> List[Tuple[Any, str, int]]:
+) -> List[Taken]:
     """Sets what a module keeps of the number of heads to that of its parameters, which have changed already.
 
     Args:
@@ -108,6 +109,30 @@ def set_sizes(
     return taken
 
 
+def spare(taken: Sequence[Taken], homes: Iterable[nn.Module], check: Callable[[], None]) -> Iterator[int]:
+    """Puts attributes back that were taken for widths, but that heads do without; yields their marks.
+
+    What is the same number by chance, such as a window, would else change what the example does not show.
+    """
+
+    def put(values: Sequence[Taken]) -> None:
+        for own, key, value in values:
+            setattr(own, key, value)
+        for home in homes:
+            compute_anew(home)
+
+    for name in dict.fromkeys(key for _, key, _ in taken):
+        old = [(own, key, value) for own, key, value in taken if key == name]
+        new = [(own, key, getattr(own, key)) for own, key, _ in old]
+        put(old)
+        try:
+            check()
+        except Exception:  # of whatever kind, as numbers that do not fit raise
+            put(new)
+        else:
+            yield mark(name)
+
+
 def mark(key: str) -> int:
     """Returns the number by which a record knows the name of an attribute."""
     return zlib.crc32(key.encode())
@@ -127,9 +152,7 @@ def is_number_of_heads(key: str, value: Any) -> bool:
     return type(value) is int and NUMBER.search(key) is not None
 
 
-def _set_sizes_of_map(
-    owner: Any, leaf: str, old: torch.Size, new: torch.Size, take: Callable[[Any, str, int], None]
-) -> None:
+def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size, take: Callable[..., None]) -> None:
     """Sets what a map says about the shape of its weight."""
     if isinstance(owner, nn.Linear) and leaf == 'weight':
         owner.out_features, owner.in_features = new
@@ -222,8 +245,7 @@ class FewerHeads:
 def write_record(module: nn.Module, built: int, left: int, way: int, spared: Iterable[int]) -> None:
     """Notes a structure in a buffer, or removes it where all heads are there."""
     if left == built:
-        if RECORD in module._buffers:
-            delattr(module, RECORD)
+        module._buffers.pop(RECORD, None)
         return
     like = next(module.parameters(), None)
     values = [built, left, way, *sorted({*spared} - {0})]
@@ -231,10 +253,7 @@ def write_record(module: nn.Module, built: int, left: int, way: int, spared: Ite
         raise TypeError(f'{len(values) - 3} attributes are as large as a width, but are none')
     values += [0] * (RECORD_LENGTH - len(values))
     record = torch.tensor(values, device='cpu' if like is None else like.device)
-    if RECORD in module._buffers:
-        setattr(module, RECORD, record)
-    else:
-        module.register_buffer(RECORD, record)
+    module.register_buffer(RECORD, record)
 
 
 def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, nn
@@ -34,18 +34,7 @@ from ..heads.found import (
     seen_heads,
 )
 from ..heads.seen import AnyAttention, watching_outputs
-from ..heads.sizes import (
-    WAYS,
-    Shapes,
-    compute_anew,
-    mark,
-    note_in_configs,
-    number_of_heads,
-    record_of,
-    set_sizes,
-    shapes_of,
-    write_record,
-)
+from ..heads.sizes import WAYS, note_in_configs, number_of_heads, record_of, set_sizes, shapes_of, spare, write_record
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
@@ -283,7 +272,7 @@ def _cut_and_compare(
 ) -> Dict[nn.Parameter, Successor]:
     """Cuts heads of layers of one kind out, and finds the way in which ``check`` finds nothing wrong with the model."""
     replaced: Dict[nn.Parameter, Successor] = {}
-    shapes: Dict[str, Shapes] = {}
+    shapes: Dict[str, Dict[str, Any]] = {}
     homes = {name: model.get_submodule(layers[name].home) for name in gone}
     for name, heads in gone.items():
         before = shapes_of(homes[name])
@@ -302,7 +291,7 @@ def _cut_and_compare(
                     numbers = records[name][0], layers[name].num_heads, left[name]
                     taken += set_sizes(home, shapes[name], *numbers, way, spared)
                 check()
-                marks = {*spared, *_put_back(taken, others.values(), check)}
+                marks = {*spared, *spare(taken, others.values(), check)}
                 for name, home in others.items():
                     write_record(home, records[name][0], left[name], way, marks)
             return replaced
@@ -315,32 +304,6 @@ def _cut_and_compare(
         f'something else ({"; ".join(why)}). Heads that a map mixes, such as talking heads, can only be hidden: use '
         'masked_heads'
     )
-
-
-def _put_back(
-    taken: Sequence[Tuple[Any, str, int]], homes: Iterable[nn.Module], check: Callable[[], None]
-) -> Iterator[int]:
-    """Puts attributes back that were taken for widths, but that heads do without; yields their marks.
-
-    What is the same number by chance, such as a window, would else change what the example does not show.
-    """
-
-    def put(values: Sequence[Tuple[Any, str, int]]) -> None:
-        for own, key, value in values:
-            setattr(own, key, value)
-        for home in homes:
-            compute_anew(home)
-
-    for name in dict.fromkeys(key for _, key, _ in taken):
-        old = [(own, key, value) for own, key, value in taken if key == name]
-        new = [(own, key, getattr(own, key)) for own, key, _ in old]
-        put(old)
-        try:
-            check()
-        except Exception:  # as above
-            put(new)
-        else:
-            yield mark(name)
 
 
 def _hint(layer: Heads, gone: Sequence[int], home: nn.Module) -> str:
