@@ -389,14 +389,15 @@ class Rollout:
 
 def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, rolled: Rollout) -> Optional[float]:
     """Adds E_h[(∂y/∂A ∘ A)⁺] of all layers (Chefer et al. 2021, eq. 5) to a rollout, and returns the token read."""
-    seen: List[Tuple[AnyAttention, Any, Tensor]] = []
+    seen: Dict[str, Tuple[AnyAttention, Any, Tensor]] = {}
     read: List[Optional[float]] = [None]
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
         """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
         probs: Any = attention.probs
-        seen.append((attention, probs, torch.zeros_like(probs, dtype=output.dtype).requires_grad_()))
-        return output + attention.product(seen[-1][2])
+        if attention.name not in seen:
+            seen[attention.name] = attention, probs, torch.zeros_like(probs, dtype=output.dtype).requires_grad_()
+        return output + attention.product(seen[attention.name][2])
 
     visit = lambda name, probs, places: None  # noqa: E731
     end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
@@ -415,8 +416,10 @@ def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, 
         if not seen:
             raise no_attention(model)
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
-        gradients = torch.autograd.grad(chosen, [change for *_, change in seen], materialize_grads=True)
-    for (attention, probs, _), gradient in zip(seen, gradients):
+        gradients = torch.autograd.grad(chosen, [change for *_, change in seen.values()], materialize_grads=True)
+    for (attention, probs, _), gradient in zip(seen.values(), gradients):
+        if attention.is_linear:
+            continue
         weights = (attention.by_heads(gradient) * attention.by_heads(probs)).clamp(min=0).mean(1)
         rolled.add(attention.name, weights, 1.0, attention.places)
     return read[-1]

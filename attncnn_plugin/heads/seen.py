@@ -9,7 +9,7 @@ import threading
 import types
 import warnings
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -43,6 +43,8 @@ PRODUCTS |= {torch.linalg.matmul}
 DROPOUT = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 PARTS = {Tensor.__getitem__, Tensor.narrow, Tensor.select, Tensor.chunk, torch.chunk, Tensor.split, torch.split}
 PARTS |= {Tensor.gather, torch.gather, Tensor.index_select, torch.index_select}
+SUMS = {torch.sum, Tensor.sum}
+JOINS = {torch.cat, torch.concat, torch.concatenate}
 LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as}  # of which they take no value
 WITH_FAST_PATH = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 
@@ -132,8 +134,9 @@ class watching(threading.local):  # noqa: N801
         if self.functions is None:
             self.functions = FunctionsSeen(self, module is self.model, again)
             self.functions.__enter__()
-            for own in flat(args):
+            for own in flat(args)[::-1]:
                 self.functions.places.begin(own)
+                self.functions.images = len(own) if own.ndim and len(own) else 1
         # Of another model, or inside of such; or its own hook runs it.
         inside = [own for own, _ in self.running]
         if inside and (name is None or self.running[-1][1] is None or module in inside):
@@ -204,7 +207,8 @@ def watching_outputs(
 
     def end(functions: 'FunctionsSeen', output: Any) -> None:
         for attention, own in noted:
-            see(attention.name.partition('#')[0], attention, own)
+            if not attention.is_linear:
+                see(attention.name.partition('#')[0], attention, own)
         noted.clear()
 
     with watching(model, wanted=wanted, touch=touch, end=end):
@@ -227,6 +231,10 @@ class Attention:
         heads (Tensor | None): Which entries of the flat batch are the heads of an image, ``(B, N_h)``; None until the
             output shows them.
         is_single (bool): Whether a linear map takes the channels of the output, no more than those of one head.
+        of_map (bool): Whether its weights are those of a linear map, not of products of queries and keys.
+        is_linear (bool): Whether it has turned out to be a half of linear attention, which counts for none.
+        images (int): How many images the model got, 1 where that is unknown.
+        again (list[Attention]): What the same probabilities gave with other values.
     """
 
     name: str
@@ -239,6 +247,10 @@ class Attention:
     probs: Optional[Tensor] = None
     heads: Optional[Tensor] = None
     is_single: bool = False
+    of_map: bool = False
+    is_linear: bool = False
+    images: int = 1
+    again: List['Attention'] = field(default_factory=list)
 
     @property
     def sizes(self) -> Dict[str, int]:
@@ -261,7 +273,8 @@ class Attention:
         sizes = self.key[1:]  # nothing has joined them: one head, or the second axis, as most libraries have it
         index = torch.arange(math.prod(sizes), device=device).view(sizes)
         some = [] if self.is_single or 1 in sizes[1:] else range(1, len(sizes))
-        if len(some) > 1:
+        is_usual = sizes[0] % self.images == 0 and sizes[1] != self.images if len(some) == 1 else False
+        if some and not is_usual and 'heads' not in self.batch:
             warnings.warn(
                 f'which axis of the attention of {self.name}, of sizes {list(sizes)} before queries and keys, is its '
                 f'heads is not seen: taken is the second, of {sizes[1]}',
@@ -294,20 +307,28 @@ class Attention:
         numbers = torch.arange(output.numel(), dtype=dtype, device=output.device).view(shape)
         return numbers.permute([self.order.index(axis) for axis in range(output.ndim)])
 
+    def split(self, numbers: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Returns the entries of the flat batch, the queries and the channels that numbers stand for."""
+        channels = self.shape[self.order[-1]]
+        queries = math.prod(self.shape) // math.prod(self.key[1:]) // channels
+        return numbers // channels // queries, numbers // channels % queries, numbers % channels
+
+    def has_queries(self, numbers: Tensor) -> bool:
+        """Says whether the last axis of the numbers has several queries."""
+        _, of_queries, _ = self.split(numbers.reshape(-1, numbers.shape[-1])[0])
+        return bool((of_queries != of_queries[:1]).any())
+
     def joined(self, numbers: Tensor) -> Optional[Tensor]:
         """Returns the heads, ``(B, N_h)``, where the last axis of the numbers has them beside channels; or None."""
-        number, channels = math.prod(self.key[1:]), self.shape[self.order[-1]]
-        queries = math.prod(self.shape) // number // channels
-        entries = numbers.flatten(0, -2)
-        first = entries[0].tolist()  # of one query, for all heads and channels
-        batch = [entry // channels // queries for entry in first]
+        entries = numbers.reshape(-1, numbers.shape[-1])
+        batch, _, of_channels = (own.tolist() for own in self.split(entries[0]))  # of one query, all heads and channels
         heads = sorted({own: place for place, own in reversed([*enumerate(batch)])}.values())  # the first entry of each
-        is_one_query = len({entry // channels % queries for entry in first}) == 1
-        if not is_one_query or len(heads) == 1 or channels > 1 and len({entry % channels for entry in first}) == 1:
+        is_one_channel = self.shape[self.order[-1]] > 1 and len({*of_channels}) == 1
+        if self.has_queries(numbers) or len(heads) == 1 or is_one_channel:
             return None
-        rows = entries[:, heads] // channels
-        rows = rows[rows[:, 0] % queries == rows[0, 0] % queries] // queries
-        return rows[rows.amin(1).argsort()].long() if rows.numel() == number else None
+        rows, of_queries, _ = self.split(entries[:, heads])
+        rows = rows[of_queries[:, 0] == of_queries[0, 0]]
+        return rows[rows.amin(1).argsort()].long() if rows.numel() == math.prod(self.key[1:]) else None
 
     @property
     def num_heads(self) -> int:
@@ -352,6 +373,7 @@ class OwnAttention:
 
     heads: Any = None  # of :class:`Attention`
     is_query = None
+    is_linear = False
     probs: Optional[Tensor] = None
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:
@@ -430,8 +452,12 @@ class FunctionsSeen(TorchFunctionMode):
         self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
         self.unnormalized: Any = WeakTensorKeyDictionary()  # exponentials; True of logarithms of softmax
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the numbers of their entries
+        self.mixed: Any = WeakTensorKeyDictionary()  # outputs of several: which attention each entry is of
+        self.maps: Any = WeakTensorKeyDictionary()  # what depends on one linear map
+        self.multiplied: Any = WeakTensorKeyDictionary()  # weights: their attention, and their axes of queries
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
+        self.images = 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -441,7 +467,7 @@ class FunctionsSeen(TorchFunctionMode):
             with self:
                 return _multi_head_attention(*args, **kwargs)
         output = func(*args, **kwargs)
-        if isinstance(output, Tensor) and output.is_nested:
+        if isinstance(output, Tensor) and (output.is_nested or torch._C._functorch.is_batchedtensor(output)):
             return output
         with torch.no_grad():
             self.places.follow(func, args, kwargs, output)
@@ -451,12 +477,18 @@ class FunctionsSeen(TorchFunctionMode):
         several = isinstance(output, tuple)  # with statistics of the softmax
         first = output[0] if several else output
         touched = self.watch.touch(attention, first)
-        if attention.heads is not None:  # known from an earlier pass
+        if attention.heads is not None and attention in self.open:  # known from an earlier pass
             self.open.remove(attention)
         self.outputs[touched] = self.outputs[first]
         if first in self.places.numbers:
             self.places.numbers[touched] = self.places.numbers[first]
         return (touched, *output[1:]) if several else touched
+
+    @property
+    def innermost(self) -> Tuple[nn.Module, Optional[str]]:
+        """The innermost module that runs, and its name."""
+        running = self.watch.running
+        return next((own for own in reversed(running) if not is_function(own[0])), running[0])
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Finds out whether a call was attention, and returns it then."""
@@ -468,16 +500,22 @@ class FunctionsSeen(TorchFunctionMode):
             return self.see_fused(probs_of_flex_attention, output[0], *args[:6])
         if hasattr(func, 'kernel'):
             return self.see_kernel(func.kernel, args, kwargs, output)
+        tensors = flat((*args, *kwargs.values()))
+        self.follow_maps(func, tensors, output)
         if func in SOFTMAX and output.ndim > 1 or self.is_softmax_by_hand(func, args, output):
             self.weights[output] = None
             return None
-        if not self.weights and not self.outputs:
+        if not self.weights and not self.outputs and not self.mixed:
             return None
-        tensors = flat((*args, *kwargs.values()))
         weights = [own for own in tensors if own in self.weights]
         followed = [own for own in tensors if own in self.outputs and self.outputs[own][0] in self.open]
+        floats = [own for own in tensors if own.is_floating_point()]
+        if self.watch.touch is not None and floats and func.__name__ in MOVES:
+            self.mix(floats, func, args, kwargs, output)
         if followed:
-            self.follow(followed, [own for own in tensors if own.is_floating_point()], func, args, kwargs, output)
+            self.follow(followed, floats, func, args, kwargs, output)
+            if any(self.outputs[own][0].is_linear for own in followed):
+                return None
         attention = None
         if func in PRODUCTS and len(weights) == 1:
             return self.multiply(tensors[::-1] if func in TURNED else tensors, weights[0], output)
@@ -486,6 +524,14 @@ class FunctionsSeen(TorchFunctionMode):
         if weights and attention is None:
             self.carry(tensors, weights, func, args, kwargs, output)
         return attention
+
+    def follow_maps(self, func: Any, tensors: Sequence[Tensor], output: Any) -> None:
+        """Follows what depends on the output of one linear map alone, such as queries; scores depend on two."""
+        given = [own for own in tensors if not isinstance(own, nn.Parameter)]
+        is_map = func is F.linear or (func in PRODUCTS or func is torch.einsum) and len(tensors) > 1
+        if len(given) == 1 and (is_map or 'conv' in func.__name__ or given[0] in self.maps):
+            for own in flat([output]):
+                self.maps[own] = True
 
     def is_softmax_by_hand(self, func: Any, args: Any, output: Any) -> bool:
         """Says whether a call gives exponentials divided by sums along an axis, or those of logarithms of softmax."""
@@ -549,11 +595,13 @@ class FunctionsSeen(TorchFunctionMode):
             numbers = first_of(queries), first_of(keys)
             if are_one(numbers[1]):
                 return None  # a router, which mixes what experts make of a place
-            return self.begin(lambda: before, lambda own: own @ values, batch, [*batch, 'q', 'd'], output, numbers)
+            product, labels = lambda own: own @ values, [*batch, 'q', 'd']
+            return self.begin(lambda: before, product, batch, labels, output, numbers, weights, [weights.ndim - 2])
         if queries is not None:
             self.places.numbers[output] = queries[..., :1, :].expand(output.shape)
         numbers = tuple(None if own is None else own[..., 0, :] for own in (queries, keys))
-        return self.begin(lambda: before.mT, lambda own: values @ own.mT, batch, [*batch, 'd', 'q'], output, numbers)
+        product, labels = lambda own: values @ own.mT, [*batch, 'd', 'q']
+        return self.begin(lambda: before.mT, product, batch, labels, output, numbers, weights, [weights.ndim - 1])
 
     def sum_up(self, args: Any, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees weights and values whose products are summed up, as by ``torch.einsum('bhqk,bhkd->bhqd', …)``."""
@@ -563,15 +611,22 @@ class FunctionsSeen(TorchFunctionMode):
         first = tensors[0] is weights
         values = tensors[first]
         own, of_values = inputs[:: 1 if first else -1]
-        batch, queries, keys = (
-            [axis for axis in own if (axis in of_values, axis in of_output) == kind]
-            for kind in ((True, True), (False, True), (True, False))
-        )
+        keys = [axis for axis in own if axis in of_values and axis not in of_output]
+        others = [axis for axis in own if axis in of_output]
+        queries = [axis for axis in others if axis not in of_values]
+        if weights in self.multiplied:
+            queries = [own[axis] for axis in self.multiplied[weights][1]]
+        elif len(queries) > len(keys):  # heads that share values, or images that share a table
+            queries = others[-len(keys) :]
+        batch = [axis for axis in others if axis not in queries]
         channels = [axis for axis in of_values if axis not in own and axis in of_output]
-        if isinstance(values, nn.Parameter) or not keys or not channels or len(batch + queries + keys) < len(own):
+        if isinstance(values, nn.Parameter) or not keys or not channels or len(others + keys) < len(own):
             return None
         sizes = dict(zip(own, weights.shape))
         before, numbers = self.before_dropout(weights), (self.places.of(weights), self.places.of(values))
+        shared = [axis for axis in batch if axis not in of_values]
+        if numbers[1] is not None:
+            numbers = numbers[0], numbers[1].expand(*(sizes[axis] for axis in shared), *values.shape)
         labels = {**dict.fromkeys(queries, 'q'), channels[-1]: 'd', **{axis: f'axis {axis}' for axis in batch}}
 
         def product(other: Tensor) -> Tensor:
@@ -586,8 +641,10 @@ class FunctionsSeen(TorchFunctionMode):
             output,
             (
                 None if numbers[0] is None or not queries else with_axes(numbers[0], own, batch, queries),
-                None if numbers[1] is None else with_axes(numbers[1], of_values, batch, keys),
+                None if numbers[1] is None else with_axes(numbers[1], ''.join(shared) + of_values, batch, keys),
             ),
+            weights,
+            [own.index(axis) for axis in queries],
         )
 
     def before_dropout(self, weights: Tensor) -> Tensor:
@@ -629,16 +686,29 @@ class FunctionsSeen(TorchFunctionMode):
         labels: List[str],
         output: Tensor,
         numbers: Any,
+        weights: Any = None,
+        queries: Any = None,
     ) -> Attention:
-        """Notes attention that gave an output, see :class:`Attention`."""
-        module, name = next(
-            (own for own in reversed(self.watch.running) if not is_function(own[0])), self.watch.running[0]
-        )
+        """Notes attention that gave an output, see :class:`Attention`.
+
+        Weights that multiply once more, such as a table of relative values, are the same attention.
+        """
+        module, name = self.innermost
+        before, axes = (None, None) if weights is None else self.multiplied.get(weights, (None, None))
+        if before is not None and before.owner is module and axes == queries:
+            again = replace(before, product=product, batch=batch, labels=labels, shape=output.shape, again=[])
+            before.again.append(again)
+            self.outputs[output] = again, again.numbered(output)
+            return again
         attention = Attention(self.numbered(name or ''), module, product, batch, labels, output.shape, numbers)
+        attention.images = self.images
         if self.watch.visit is not None and self.watch.wanted(attention.name):
             with full_precision(output.device.type):
                 attention.probs = attention.of_batch(at_least_float32(probs().detach()), 2)
             attention.numbers = tuple(None if own is None else attention.of_batch(own, 1) for own in numbers)
+        if weights is not None:
+            self.multiplied[weights] = attention, queries
+            attention.of_map = weights in self.maps
         self.open.append(attention)
         self.outputs[output] = attention, attention.numbered(output)
         return attention
@@ -661,18 +731,68 @@ class FunctionsSeen(TorchFunctionMode):
             summed = [axes.index(axis) for axis in axes if axis not in of_output]
             if summed:
                 kept = [axes.index(axis) for axis in axes if axis in of_output]
-                self.show_joined(attention, numbers.permute(kept + summed).flatten(len(kept)))
+                self.take_up(attention, numbers.permute(kept + summed).flatten(len(kept)), floats)
             elif len(of_output) == len(axes) > 0:
                 moved = numbers.permute([axes.index(axis) for axis in of_output])
+        elif func in PRODUCTS and len(floats) == 2 and numbers.ndim > 1:
+            is_first = floats[func in TURNED] is tensors[0]
+            self.take_up(attention, numbers if is_first else numbers.mT, floats)
+            if is_first and output.shape[:-1] == numbers.shape[:-1] != output.shape:
+                moved = numbers[..., torch.arange(output.shape[-1], device=numbers.device) % numbers.shape[-1]]
+        elif (
+            func in SUMS and numbers.ndim > 1 and isinstance(kwargs.get('dim', (*args[1:], None)[0]), int)
+        ):  # over heads
+            self.show_joined(attention, numbers.movedim(kwargs.get('dim', args[-1]), -2).flatten(-2))
         elif func is F.linear and numbers.shape[-1] == channels:
             attention.is_single |= bool((numbers[..., -1] - numbers[..., 0] == channels - 1).all())
         for own, new in zip(flat([output]), flat([numbers if moved is None else moved])):
             if own.shape != new.shape:
                 continue
+            self.outputs[own] = attention, new
             for axis in range(1, new.ndim) if moved is not None else ():
                 if (channels > 1 or axis == new.ndim - 1) and self.show_joined(attention, new.movedim(axis, -1)):
                     return
-            self.outputs[own] = attention, new
+
+    def take_up(self, attention: Attention, numbers: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Takes up the output of attention in a sum along its last axis, of heads, channels or queries.
+
+        What maps sum up over keys and then over queries, such as softmax(Q) (softmax(K)ᵀ V), is linear attention.
+        """
+        if attention.of_map and any(own in self.maps for own in tensors) and attention.has_queries(numbers):
+            attention.is_linear = True
+            self.open.remove(attention)
+        else:
+            self.show_joined(attention, numbers)
+
+    def mix(self, tensors: Sequence[Tensor], func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Follows the outputs of several attentions of a module until they are joined along channels.
+
+        Raises:
+            ValueError: They are: each has other heads.
+        """
+        known = [self.mixed.get(own) or self.outputs.get(own) for own in tensors]
+        is_one = len(tensors) == 1 and tensors[0] not in self.mixed
+        if is_one or None in known or any(own.owner is not self.innermost[0] for own, _ in known):
+            return
+        attention, names, moved = known[0][0], {}, None
+        dim = kwargs.get('dim', (*args[1:], 0)[0])
+        for tensor, (own, entries) in zip(tensors, known):
+            if tensor in self.mixed:
+                names[id(tensor)] = entries
+            elif func in JOINS and own.has_queries(entries.movedim(dim, -1)):
+                return  # parts of the queries
+            else:
+                names[id(tensor)] = torch.full_like(entries, hash(own.name), dtype=torch.int64)
+        with suppress(RuntimeError, TypeError, ValueError, IndexError):
+            moved = func(*replaced(args, names), **kwargs)
+        for tensor, own in zip(flat([output]), flat([moved])):
+            if tensor.shape == own.shape and (own != own.flatten()[:1]).any():
+                self.mixed[tensor] = attention, own
+                if (own != own[..., :1]).any() and self.watch.wanted(attention.name):
+                    raise ValueError(
+                        f'{attention.name} computes its heads in {own.unique().numel()} attentions, one after another: '
+                        'importance, ablation, masks and pruning need one, or a module for each; attention_maps has all'
+                    )
 
     def show_joined(self, attention: Attention, numbers: Tensor) -> bool:
         """Shows attention, if the last axis of what became of its output joins heads and channels."""
@@ -689,7 +809,8 @@ class FunctionsSeen(TorchFunctionMode):
     def show(self, attention: Attention, heads: Optional[Tensor] = None) -> None:
         """Shows attention whose heads are known, or will not be."""
         self.open.remove(attention)
-        attention.heads = heads
+        for own in (attention, *attention.again):
+            own.heads = heads
         if attention.probs is not None:
             self.watch.visit(attention.name, attention.by_heads(attention.probs), attention.places)
             attention.probs = None

@@ -79,12 +79,7 @@ def set_sizes(
     views = 0
     for own in module.modules():
         numbers = {key: value for key, value in vars(own).items() if type(value) is int}
-        counts = {
-            key: value
-            for key, value in numbers.items()
-            if is_number_of_heads(key, value)
-            and (value == before or any(word in key for word in OF_KEYS) and 0 < value < before)
-        }
+        counts = _numbers_of_heads(numbers, before)
         if not counts:
             continue
         of_one = {value for key, value in numbers.items() if key not in counts and ('dim' in key or 'head' in key)}
@@ -107,6 +102,13 @@ def set_sizes(
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
     return taken
+
+
+def _numbers_of_heads(numbers: Mapping[str, int], before: int) -> Dict[str, int]:
+    """Returns the attributes that are the number of heads, or that of the keys, which they may share."""
+    of_keys = {key for key in numbers if any(word in key for word in OF_KEYS)}
+    counts = {key: value for key, value in numbers.items() if is_number_of_heads(key, value)}
+    return {key: own for key, own in counts.items() if own == before or key in of_keys and 0 < own < before}
 
 
 def spare(taken: Sequence[Taken], homes: Iterable[nn.Module], check: Callable[[], None]) -> Iterator[int]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Dict, Iterator, Optional, Union
 
+from mmengine.dataset import worker_init_fn
 from mmengine.dist import all_gather_object, is_main_process
 from mmengine.fileio import LocalBackend, exists, join_path, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
@@ -254,7 +255,8 @@ class EpochSeedHook(Hook):
                 'EpochSeedHook cannot seed the workers of a train_dataloader with persistent_workers=True again: give '
                 'it persistent_workers=False'
             )
-        loader.worker_init_fn = None  # PyTorch seeds workers by the numbers of this process
+        if getattr(loader.worker_init_fn, 'func', None) is worker_init_fn:
+            loader.worker_init_fn = None  # PyTorch seeds workers by the numbers of this process
         for sampler in samplers_of(loader):
             if hasattr(sampler, 'seed'):
                 sampler.seed = seed

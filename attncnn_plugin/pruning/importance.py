@@ -69,7 +69,7 @@ def loss_and_gradients(
     with called_once(model) as images, watching(model, wanted=wanted, touch=touch):
         value, _ = loss_and_right(loss(model, batch))
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
-        seen = list(outputs)
+        seen = [own for own in outputs if not own[0].is_linear]
         found = torch.autograd.grad(value, [y for _, y in seen], allow_unused=True) if seen else ()
     of_calls: Dict[str, List[Tuple[Tensor, Places]]] = {}
     for (attention, y), gradient in zip(seen, found):

@@ -4,6 +4,7 @@ import copy
 import sys
 import threading
 import types
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin.heads.kernels import KERNELS
-from attncnn_plugin.heads.seen import watching
+from attncnn_plugin.heads.seen import watching, watching_outputs
 
 PRECISION = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
@@ -117,6 +118,7 @@ FOLD = partial(torch.flatten, start_dim=0, end_dim=1)
 HEADS_FIRST = lambda own: own.transpose(0, 1).flatten(0, 1)  # noqa: E731
 KV = K.float(), V.float()
 KEPT = torch.tensor([3, 1]).view(1, 1, 2, 1).expand(2, 3, 2, 6)
+MAP = nn.Linear(6, 4).requires_grad_(False)
 MIX = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
 
 
@@ -155,6 +157,8 @@ def by_hand(scores):
         lambda q, k, v: joined(by_hand(scores(q, k)) @ v),
         lambda q, k, v: joined(torch.div(scores(q, k).exp(), scores(q, k).exp().sum(-1, keepdim=True)) @ v),
         lambda q, k, v: joined(F.log_softmax(scores(q, k), -1).exp() @ v),
+        lambda q, k, v: joined(torch.einsum('bhqk,bkd->bhqd', scores(q, k).softmax(-1), v[:, 0])),
+        lambda q, k, v: joined(torch.einsum('bkd,bhqk->bhqd', v[:, 0], scores(q, k).softmax(-1))),
     ],
 )
 def test_spellings(function):
@@ -163,6 +167,11 @@ def test_spellings(function):
 
 
 OUT = torch.randn(3, 4, 7, dtype=torch.float64)
+
+
+def heads_first(q, k, v):
+    """Attention ``(N_h, B, Q, D_h)``."""
+    return scores(q.transpose(0, 1), k.transpose(0, 1)).softmax(-1) @ v.transpose(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +188,8 @@ OUT = torch.randn(3, 4, 7, dtype=torch.float64)
         lambda q, k, v: torch.cat((scores(HEADS_FIRST(q), HEADS_FIRST(k)).softmax(-1) @ HEADS_FIRST(v)).split(2, 0), 2),
         lambda q, k, v: torch.stack((scores(q, k).softmax(-1) @ v).unbind(1), -2).flatten(-2),
         lambda q, k, v: torch.einsum('bhqd,hdc->bqc', scores(q, k).softmax(-1) @ v, OUT),
+        lambda q, k, v: (heads_first(q, k, v) @ OUT[:, None]).sum(0),
+        lambda q, k, v: torch.bmm(heads_first(q, k, v).flatten(1, 2), OUT).sum(dim=0).unflatten(0, (2, 5)),
     ],
 )
 def test_heads_that_no_view_joins(function):
@@ -187,11 +198,87 @@ def test_heads_that_no_view_joins(function):
     close(probs, softmax_of(scores()))
 
 
-def test_a_loop_over_heads():
-    """Each run is attention of one head, whatever joins the outputs of several."""
-    loop = lambda q, k, v: torch.cat([scores(q, k)[:, head].softmax(-1) @ v[:, head] for head in range(3)], -1)  # noqa: E731
-    for (name, probs), expected in zip(seen(loop, Q, K, V), softmax_of(scores()).split(1, 1)):
-        close(probs, expected)
+def several(kind, q, k, v):
+    """Attention in several pieces."""
+    heads = (scores(q, k)[:, head].softmax(-1) @ v[:, head] for head in range(3))
+    if kind == 'joined':
+        return torch.cat([*heads], -1)
+    if kind == 'stacked':
+        return torch.stack([*heads], 2).flatten(2)
+    if kind == 'heads first':
+        return torch.stack([*heads]).permute(1, 2, 0, 3).flatten(2)
+    if kind == 'two kinds':
+        pairs = zip(scores(q, k).split(2, 1), v.split(2, 1))
+        return joined(torch.cat([own.softmax(-1) @ value for own, value in pairs], 1))
+    if kind == 'queries':
+        return joined(torch.cat([scores(own, k).softmax(-1) @ v for own in q.split(2, 2)], 2))
+    parts = zip(scores(q, k).softmax(-1).split(4, -1), v.split(4, -2))
+    return joined(sum(own @ value for own, value in parts))
+
+
+@pytest.mark.parametrize('kind', ['joined', 'stacked', 'heads first', 'two kinds'])
+def test_heads_one_after_another(kind):
+    """Each run is attention of some heads, for maps; what counts heads says that it cannot."""
+    model, maps = Call(partial(several, kind)), []
+    with watching(model, lambda name, probs, places: maps.append(probs)):
+        model(Q, K, V)
+    close(torch.cat(maps, 1), softmax_of(scores()))
+    refused = pytest.raises(ValueError, match=r'computes its heads in [23] attentions, .* a module for each')
+    with refused, watching(model, touch=lambda attention, output: output):
+        model(Q, K, V)
+
+
+def test_a_module_that_runs_twice():
+    """It has the same heads each time, whatever joins its outputs."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Call(lambda x: (x @ x.mT).softmax(-1) @ x)
+
+        def forward(self, x):
+            return torch.cat([self.attention(x), self.attention(x.flip(1))], -1)
+
+    assert [name for name, _ in seen(Twice(), torch.randn(2, 5, 4))] == ['attention', 'attention#2']
+
+
+@pytest.mark.parametrize('kind', ['queries', 'keys'])
+def test_parts_of_queries_and_keys(kind):
+    """They have the same heads."""
+    outputs = []
+    model = Call(partial(several, kind))
+    with watching_outputs(model, lambda name, attention, output: outputs.append(attention.num_heads)):
+        model(Q, K, V)
+    assert outputs == [3] * len(outputs) and len(outputs) > 1
+
+
+def test_probabilities_that_multiply_twice():
+    """As with relative values (Shaw et al. 2018): one attention, whose two outputs have the same heads."""
+    table, outputs = torch.randn(5, 6, 4, dtype=torch.float64), []
+
+    def relative(first, q, k, v):
+        probs = scores(q, k).softmax(-1)
+        first, second = (lambda: probs @ v, lambda: torch.einsum('bhqk,qkd->bhqd', probs, table))[:: 1 if first else -1]
+        return joined(first() + second())
+
+    for first in (True, False):
+        model, maps = Call(partial(relative, first)), []
+        with watching(model, lambda *own: maps.append(own)):
+            model(Q, K, V)
+        ((name, probs, _),) = maps
+        close(probs, softmax_of(scores()))
+        outputs.clear()
+        with watching_outputs(model, lambda *own: outputs.append(own)):
+            expected = model(Q, K, V)
+        assert [(own[0], own[1].num_heads) for own in outputs] == [('', 3), ('', 3)]
+        heads = [torch.stack([*attention.of_heads(output)], 1) for _, attention, output in outputs]
+        close(joined(sum(heads)), expected)
+
+
+def test_attention_inside_vmap():
+    """It runs as it does, and is not seen."""
+    run = torch.vmap(lambda q, k, v: scores(q, k).softmax(-1) @ v)
+    assert not seen(lambda q, k, v: joined(run(q, k, v)), Q, K, V)
 
 
 @pytest.mark.parametrize('summed', [True, False])
@@ -203,6 +290,16 @@ def test_heads_behind_frames(summed):
         ((_, probs),) = seen(lambda q, k, v: end(scores(q, k).softmax(-1) @ v, OUT), *frames)
     if summed:
         close(probs, softmax_of(scores()).repeat_interleave(2, 0))
+
+
+def test_two_axes_of_which_nothing_shows_heads():
+    """The second is taken in silence where the first is images."""
+    with pytest.warns(UserWarning, match=r'of sizes \[3, 2\] before .* is not seen'):
+        seen(lambda q, k, v: heads_first(q, k, v).mean(0), Q, K, V)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        ((_, probs),) = seen(lambda q, k, v: (scores(q, k).softmax(-1) @ v).mean(1), Q, K, V)
+    close(probs, softmax_of(scores()))
 
 
 @pytest.mark.parametrize(
@@ -251,14 +348,24 @@ def test_other_shapes(function, expected):
         lambda x: F.linear(x.softmax(-1), torch.randn(6, 6)) @ x.mT,  # a gate, and then what no softmax weighs
         lambda x: (x.exp() / x.exp().norm()) @ x.mT,  # exponentials that add up to nothing
         lambda x: x.exp() @ x.mT / x.exp().sum(-1, keepdim=True),
+        lambda x: MAP(x).softmax(-1) @ (MAP(x).softmax(-2).mT @ x),  # linear attention
+        lambda x: ((MAP(x).softmax(-2).mT @ x).mT @ MAP(x).softmax(-1).mT).mT,
+        lambda x: torch.einsum('bnc,bcd->bnd', MAP(x), torch.einsum('bnc,bnd->bcd', MAP(x).softmax(1), x)),
     ],
 )
 def test_no_attention(function):
     torch.manual_seed(0)
     module, maps = Call(function), []
-    with watching(module, lambda *own: maps.append(own)):
+    with watching(module, lambda *own: maps.append(own)), watching_outputs(module, lambda *own: maps.append(own)):
         module(torch.randn(2, 3, 6))
     assert not maps
+
+
+def test_attention_to_what_attention_pooled():
+    """Agents that look at all tokens, and all tokens at these: two attentions, as their scores are products."""
+    x, agents = MAP(torch.randn(2, 7, 6)), MAP(torch.randn(2, 3, 6))
+    maps = seen(lambda x, agents: scores(x, agents).softmax(-1) @ (scores(agents, x).softmax(-1) @ x), x, agents)
+    assert [tuple(probs.shape) for _, probs in maps] == [(2, 1, 3, 7), (2, 1, 7, 3)]
 
 
 def test_router_of_images():
