@@ -116,8 +116,12 @@ class Heads:
         for name, (dim, index) in self.kept(heads).items():
             select = partial(_select, dim, index)
             if name in buffers:
-                path, _, leaf = name.rpartition('.')  # no other model can compute it anew: state dicts have it now
-                self.model.get_submodule(path).register_buffer(leaf, select(buffers[name]))
+                path, _, leaf = name.rpartition('.')
+                module, new = self.model.get_submodule(path), select(buffers[name])
+                if (new == new.flatten()[0]).all():
+                    setattr(module, leaf, new)
+                else:  # state dicts have it from now on: no other model knows which entries are left
+                    module.register_buffer(leaf, new)
                 continue
             old = self.model.get_parameter(name)
             new = nn.Parameter(select(old), requires_grad=old.requires_grad)

@@ -8,6 +8,7 @@ reads it, as it stands in the error of a loading that does not.
 import re
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -63,13 +64,9 @@ def set_sizes(
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
-    owners, taken = [], []
-
-    def take(owner: Any, key: str, value: int) -> None:
-        if mark(key) not in spared:
-            taken.append((owner, key, vars(owner)[key]))
-            setattr(owner, key, value)
-
+    owners: List[nn.Module] = []
+    taken: List[Taken] = []
+    take = partial(_take, taken, spared)
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
         owner = module.get_submodule(path)
@@ -102,6 +99,13 @@ def set_sizes(
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
     return taken
+
+
+def _take(taken: List[Taken], spared: Collection[int], owner: Any, key: str, value: int) -> None:
+    """Sets an attribute that was taken for a width, and notes what it was."""
+    if mark(key) not in spared:
+        taken.append((owner, key, vars(owner)[key]))
+        setattr(owner, key, value)
 
 
 def _numbers_of_heads(numbers: Mapping[str, int], before: int) -> Dict[str, int]:
@@ -191,7 +195,7 @@ class FewerHeads:
     Attributes:
         built, left (int): The number of heads that it was built with, and has now.
         way (int): One of ``WAYS``.
-        spared (list[int]): As of :func:`set_sizes`.
+        spared (list[int]): As of :func:`set_sizes`, and the marks of buffers of heads that state dicts leave out.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
         before (int): The number of heads in the model.
     """
@@ -234,10 +238,15 @@ class FewerHeads:
         changed = {name: size for name, size in self.shapes.items() if size != before[name]}
         for name, size in changed.items():
             resize(module, name, size)
+        widths = {was: own for name, size in changed.items() for was, own in zip(before[name], size)}
         for name, own in module.named_buffers():
             path, _, leaf = name.rpartition('.')
-            if name in changed:  # one that state dicts left out
-                module.get_submodule(path).register_buffer(leaf, own)
+            if name in changed:
+                module.get_submodule(path).register_buffer(leaf, own)  # which state dicts may have left out
+            elif name not in self.shapes and mark(name) in self.spared:  # as they do one of equal entries
+                value = own.flatten()[0].clone()
+                resize(module, name, [widths.get(side, side) for side in own.shape])
+                own.data.fill_(value)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
         set_sizes(module, shapes, self.built, self.before, self.left, self.way, self.spared)

@@ -34,7 +34,17 @@ from ..heads.found import (
     seen_heads,
 )
 from ..heads.seen import AnyAttention, watching_outputs
-from ..heads.sizes import WAYS, note_in_configs, number_of_heads, record_of, set_sizes, shapes_of, spare, write_record
+from ..heads.sizes import (
+    WAYS,
+    mark,
+    note_in_configs,
+    number_of_heads,
+    record_of,
+    set_sizes,
+    shapes_of,
+    spare,
+    write_record,
+)
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
@@ -293,7 +303,8 @@ def _cut_and_compare(
                 check()
                 marks = {*spared, *spare(taken, others.values(), check)}
                 for name, home in others.items():
-                    write_record(home, records[name][0], left[name], way, marks)
+                    left_out = map(mark, shapes[name].keys() - home.state_dict().keys())
+                    write_record(home, records[name][0], left[name], way, marks.union(left_out))
             return replaced
         except Exception as error:  # whatever a forward pass raises for sizes that do not fit
             failed.append(f'{type(error).__name__}: {error}')
