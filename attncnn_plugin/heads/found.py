@@ -333,7 +333,7 @@ def find_entries(model: nn.Module, layers: Sequence[Heads], run: Run) -> None:
                 owners = _owners([of[key] for of in of_heads[: own.num_heads]])
                 if owners is not None:
                     own.owners[key] = owners
-                elif any(of[key][0].any() for of in of_heads[: own.num_heads]):
+                elif any(entries.any() for of in of_heads[: own.num_heads] for entries in of[key]):
                     shared.add(key)
             _complete(own, model.get_submodule(name), name, upstream, shared)
 

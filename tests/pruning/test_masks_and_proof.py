@@ -508,10 +508,10 @@ class SharedKeys(Folded):
 
     def __init__(self):
         super().__init__(32, 4)
-        self.k, self.v = nn.Linear(32, 8), nn.Linear(32, 8)
+        self.k, self.v, self.scale = nn.Linear(32, 8), nn.Linear(32, 8), nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x):
-        q = self.q(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        q = (self.q(x) * self.scale).unflatten(2, (self.heads, -1)).transpose(1, 2)
         scores = q @ self.k(x)[:, None].mT
         return self.out((scores.softmax(-1) @ self.v(x)[:, None]).transpose(1, 2).flatten(2))
 
