@@ -158,14 +158,15 @@ def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: It
     of_modules = [(*module._parameters.values(), *module._buffers.values()) for module in modules]
     tensors: List[Any] = [own for some in of_modules for own in some if own is not None]
     data = [(own, type(own), own.data, own.grad) for own in tensors if is_lazy(own) or is_plain(own)]
-    before = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in held if isinstance(own, (dict, list))]
+    of_kinds = [own for own in held if isinstance(own, (dict, list, set))]
+    before = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in of_kinds]
     entries = [(own, own.detach().clone()) for own in values]
     try:
         yield
     except BaseException:
         for own, kept in before:
             own.clear()
-            own.update(kept) if isinstance(own, dict) else own.extend(kept)
+            own.extend(kept) if isinstance(own, list) else own.update(kept)
         for own, kind, value, grad in data:
             if own.size() != value.size():
                 own.__class__, own.data, own.grad = kind, value, grad

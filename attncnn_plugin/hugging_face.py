@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Union
 import torch
 
 from .attention.state_dicts import EXTRA_STATE
-from .heads.sizes import RECORD
+from .heads.sizes import RECORD, RECORD_LENGTH
 from .structure import follow_state_dict, weights_in
 
 
@@ -57,7 +57,7 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> Any:
 
     def add_records(model: Any) -> None:
         for module in list(model.modules()):
-            module.register_buffer(RECORD, torch.zeros(3, dtype=torch.long))
+            module.register_buffer(RECORD, torch.zeros(RECORD_LENGTH, dtype=torch.long))
 
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report what has another shape

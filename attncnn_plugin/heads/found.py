@@ -9,7 +9,7 @@ import itertools
 import operator
 import os
 import re
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -117,7 +117,11 @@ class Heads:
             select = partial(_select, dim, index)
             if name in buffers:
                 path, _, leaf = name.rpartition('.')
-                setattr(self.model.get_submodule(path), leaf, select(buffers[name]))
+                module, new = self.model.get_submodule(path), select(buffers[name])
+                if (new == new.flatten()[0]).all():
+                    setattr(module, leaf, new)
+                else:  # state dicts have it from now on: no other model knows which entries are left
+                    module.register_buffer(leaf, new)
                 continue
             old = self.model.get_parameter(name)
             new = nn.Parameter(select(old), requires_grad=old.requires_grad)
@@ -225,14 +229,15 @@ def as_integers(heads: Iterable[Any], num_heads: int) -> List[int]:
 def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]) -> Iterator[None]:
     """Sets the outputs of heads to zero inside, as if they were removed, in training too.
 
-    The first time that it runs there on inputs of some shapes, it runs once more before, so that its heads are seen.
+    The first time that it, or a part by itself, runs there on inputs of some shapes, it runs once more before, so that
+    its heads are seen.
 
     Args:
         model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads.
 
     Raises:
-        ValueError: When the model runs: a layer or a head that is not there.
+        ValueError: When the model runs, or at the end where just parts of it did: a layer or a head that is not there.
 
     Examples:
         >>> import timm
@@ -247,36 +252,34 @@ def masked_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]
     """
     layers: Dict[str, Heads] = {}
     masked: Dict[str, List[int]] = {}
-    runs, shapes = [], set()
+    shapes = set()
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Sees, before the first pass, which axes are heads."""
-        given = tuple(own.shape for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor))
-        if runs or given in shapes:
+        """Sees, before the first pass of the model, or of a part by itself, which axes are heads."""
+        given = module, *(own.shape for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor))
+        if [own for own, _ in watch.running] != [module] or watch.functions.again or given in shapes:
             return
-        runs.append(module)
-        try:
-            found = seen_heads(model, lambda: model(*args, **kwargs))
-        finally:
-            runs.clear()
-        masked.update(layer_names(found, heads))
-        for name, own in found.items():
+        for name, own in seen_heads(model, lambda: module(*args, **kwargs)).items():
             layers.setdefault(name, own).axes.update(own.axes)
+        for some in [heads] if module is model else [{key: own} for key, own in heads.items()]:
+            with nullcontext() if module is model else suppress(ValueError):  # the layer may be in another part
+                masked.update(layer_names(layers, some))
         shapes.add(given)
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with masking(model, layers, masked):
-            yield
-    finally:
-        handle.remove()
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
+        watch, _ = stack.enter_context(masking(model, layers, masked))
+        yield
+    if shapes:
+        layer_names(layers, heads)
 
 
 @contextmanager
 def masking(
     model: nn.Module, layers: Mapping[str, Heads], heads: Mapping[str, Sequence[int]]
-) -> Iterator[Dict[str, List[Tensor]]]:
-    """Sets the outputs of heads to zero, of layers whose heads are known; yields the outputs by layers."""
+) -> Iterator[Tuple[Any, Dict[str, List[Tensor]]]]:
+    """Sets outputs of heads to zero, where heads are known; yields what watches, and the outputs by layers."""
     masked: Dict[str, List[Tensor]] = {}
 
     def touch(attention: AnyAttention, output: Tensor) -> Tensor:
@@ -287,8 +290,8 @@ def masking(
         masked.setdefault(name, []).append(attention.where(heads[name], output.new_zeros(1), output))
         return masked[name][-1]
 
-    with watching(model, touch=touch, again=True):
-        yield masked
+    with watching(model, touch=touch, again=True) as watch:
+        yield watch, masked
 
 
 @torch.inference_mode(False)
@@ -297,34 +300,52 @@ def find_entries(model: nn.Module, layers: Sequence[Heads], run: Run) -> None:
 
     What is near is replaced by random values meanwhile: an entry that is 0 by chance would hide others.
     """
-    left = [(own, own.name.rpartition('.')[0]) for own in layers if not own.owners]
+    left = [(own, own.name.rpartition('.')[0]) for own in layers if not own.owners and own.num_heads > 1]
     while left:
         chosen: Dict[str, Heads] = {}  # those with nothing in common
         for own, near in left:
             if not any(is_in(near, other) or is_in(other, near) for other in chosen):
                 chosen[near] = own
         left = [(own, near) for own, near in left if chosen.get(near) is not own]
-        with undone(map(model.get_submodule, chosen)), evaluating(model), torch.enable_grad():
+        with undone([*map(model.get_submodule, chosen)]), evaluating(model), torch.enable_grad():
             with same_numbers():
                 tensors = {name: _randomized(model, name) for name in chosen}
+            for name, own in chosen.items():  # without other attention, whose bias of keys has rounding errors
+                inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
+                tensors[name] = {key: x for key, x in tensors[name].items() if not key.startswith(inside)}
             with _Alive():
                 for near in chosen:
                     compute_anew(model.get_submodule(near))
-            most = max(own.num_heads for own in chosen.values())
             upstream: Set[str] = set()
-            of_heads = [_influence(model, chosen, head, tensors, run, upstream) for head in range(most)]
+            influence = partial(_influence, model, chosen, tensors, run, upstream)
+            none, first, second = map(influence, (-1, 0, 1))
+            for name, own in list(chosen.items()):
+                found = [_owners([of[key] for of, _ in (first, second)]) for key in tensors[name]]
+                is_read = any(owners is not None and owners[0] for owners in found)
+                if name and not is_read and not _are_mixed(*(outputs[name] for _, outputs in (none, first, second))):
+                    left.append((own, name.rpartition('.')[0]))  # what reads the heads is farther away
+                    del chosen[name], tensors[name]
+            most = max((own.num_heads for own in chosen.values()), default=0)
+            of_heads = [of for of, _ in (first, second, *map(influence, range(2, most)))]
         for name, own in chosen.items():
-            inside = tuple(f'{other.name}.' for other in layers if not f'{own.name}.'.startswith(f'{other.name}.'))
+            shared = set()
             for key in tensors[name]:
-                if key.startswith(inside):  # of other attention, whose bias of keys has rounding errors
-                    continue
-                found = _owners([influence[key] for influence in of_heads[: own.num_heads]])
-                if found is not None:
-                    own.owners[key] = found
-            _complete(own, model.get_submodule(name), name, upstream)
-            if name and not any(dim for dim, _ in own.owners.values()):  # what reads the heads is farther away
-                left.append((own, name.rpartition('.')[0]))
-                own.owners = {}
+                owners = _owners([of[key] for of in of_heads[: own.num_heads]])
+                if owners is not None:
+                    own.owners[key] = owners
+                elif any(entries.any() for of in of_heads[: own.num_heads] for entries in of[key]):
+                    shared.add(key)
+            _complete(own, model.get_submodule(name), name, upstream, shared)
+
+
+def _are_mixed(none: Sequence[Tensor], *alone: Sequence[Tensor]) -> bool:
+    """Says whether an entry depends on both of two heads, by the outputs without heads, and with each of them alone."""
+    for outputs in zip(none, *alone):
+        if len({own.shape for own in outputs}) == 1 and outputs[0].numel():
+            nearest = torch.stack([(own - other).abs() for own, other in itertools.combinations(outputs, 2)]).amin(0)
+            if (nearest > 1e-5 * outputs[0].abs().amax()).any():
+                return True
+    return False
 
 
 def is_in(name: str, other: str) -> bool:
@@ -364,14 +385,15 @@ def _randomized(model: nn.Module, near: str) -> Dict[str, Tensor]:
 def _influence(
     model: nn.Module,
     layers: Mapping[str, Heads],
-    head: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
     run: Run,
     upstream: Set[str],
-) -> Dict[str, List[Tensor]]:
+    head: int,
+) -> Tuple[Dict[str, List[Tensor]], Dict[str, List[Tensor]]]:
     """Returns, by dimension, in which entries of tensors an output changes where one head of some layers is alone.
 
-    The names of tensors that the heads themselves are made of are added to ``upstream``.
+    The names of tensors that the heads themselves are made of are added to ``upstream``. The second are the outputs of
+    the modules near the layers.
     """
     others = {own.name: [other for other in range(own.num_heads) if other != head] for own in layers.values()}
 
@@ -381,16 +403,19 @@ def _influence(
         return torch.autograd.grad(found, given, random, True, allow_unused=True) if found else [None] * len(given)
 
     everything = [(name, own) for near in tensors.values() for name, own in near.items()]
-    outputs: List[Any] = []
+    near_outputs: Dict[str, List[Tensor]] = {near: [] for near in layers}
     with same_numbers(), ExitStack() as stack:
-        for near in layers:
-            see = lambda module, args, output: outputs.extend(islice(floats_in(output), 1))  # noqa: E731
+        for near, own in near_outputs.items():
+            see = lambda module, args, output, own=own: own.extend(islice(floats_in(output), 1))  # noqa: E731
             stack.enter_context(model.get_submodule(near).register_forward_hook(see))
         stack.enter_context(_Alive())
-        alone = stack.enter_context(masking(model, {own.name: own for own in layers.values()}, others))
-        outputs += floats_in(run())  # of which one may be the keys of all heads, cached
+        _, alone = stack.enter_context(masking(model, {own.name: own for own in layers.values()}, others))
+        outputs = [*floats_in(run())]  # of which one may be the keys of all heads, cached
         of_layers = [gradients(alone.get(layers[near].name, ()), list(own.values())) for near, own in tensors.items()]
-        found = zip(itertools.chain(*of_layers), gradients(outputs, [own for _, own in everything]))
+        found = zip(
+            itertools.chain(*of_layers),
+            gradients([*itertools.chain(*near_outputs.values()), *outputs], [own for _, own in everything]),
+        )
     influence = {}
     for (name, own), both in zip(everything, found):
         before, after = (torch.zeros_like(own) if gradient is None else gradient for gradient in both)
@@ -398,7 +423,7 @@ def _influence(
             upstream.add(name)
         changed = (before if before.any() else after) != 0
         influence[name] = [changed.movedim(dim, 0).reshape(own.shape[dim], -1).any(1) for dim in range(own.ndim)]
-    return influence
+    return influence, {near: [own.detach() for own in some] for near, some in near_outputs.items()}
 
 
 def floats_in(output: Any) -> Iterator[Tensor]:
@@ -419,7 +444,7 @@ def _owners(masks: Sequence[Sequence[Tensor]]) -> Optional[Owners]:
     return None
 
 
-def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str]) -> None:
+def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str], shared: Set[str]) -> None:
     """Gives bias and other tensors of a map to heads the same owners as its weight, and the weight those of its bias.
 
     To a bias of keys softmax is blind, but for rounding errors; of what is always 0 a map gives its bias; and the
@@ -428,6 +453,8 @@ def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str]) -> N
     for path, module in near.named_modules(prefix=prefix):
         tensors: Dict[str, Any] = {'weight': None, 'bias': None, **module._parameters, **module._buffers}
         weight, bias = f'{path}.weight'.lstrip('.'), f'{path}.bias'.lstrip('.')
+        if weight in shared:
+            own.owners.pop(bias, None)
         dim, owners = own.owners.get(weight, own.owners.get(bias, (0, None)))
         is_map = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
         if tensors['weight'] is None or owners is None or dim and is_map:

@@ -132,13 +132,14 @@ class watching(threading.local):  # noqa: N801
         if self.native is not None or not self.running and (name is None or again and not self.again):
             return None
         if self.functions is None:
-            self.functions = FunctionsSeen(self, whole=module is self.model)
+            self.functions = FunctionsSeen(self, module is self.model, again)
             self.functions.__enter__()
             for own in flat(args)[::-1]:
                 self.functions.places.begin(own)
                 self.functions.images = len(own) if own.ndim and len(own) else 1
-        # Of another model, or inside of such; or a hook of the model runs it.
-        if self.running and (name is None or self.running[-1][1] is None or module is self.model):
+        # Of another model, or inside of such; or its own hook runs it.
+        inside = [own for own, _ in self.running]
+        if inside and (name is None or self.running[-1][1] is None or module in inside):
             name = self.running[-1][1] if is_function(module) else None
         self.running.append((module, name))
         if name is None:
@@ -441,11 +442,12 @@ class FunctionsSeen(TorchFunctionMode):
 
     Attributes:
         whole (bool): Whether the model itself runs, not only a part of it.
+        again (bool): Whether gradient checkpointing computes a part again, in a backward pass.
     """
 
-    def __init__(self, watch: watching, whole: bool) -> None:
+    def __init__(self, watch: watching, whole: bool, again: bool) -> None:
         super().__init__()
-        self.watch, self.whole = watch, whole
+        self.watch, self.whole, self.again = watch, whole, again
         self.counts: Dict[str, int] = {}
         self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
         self.unnormalized: Any = WeakTensorKeyDictionary()  # exponentials; True of logarithms of softmax

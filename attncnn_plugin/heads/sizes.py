@@ -6,8 +6,10 @@ reads it, as it stands in the error of a loading that does not.
 """
 
 import re
+import zlib
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from functools import partial
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from ..change import resize
 from .forward import RewrittenForward
 
 RECORD = 'attncnn_follow_state_dict'
+RECORD_LENGTH = 11  # three numbers, and at most eight attributes that stay
 NOTE = 'attncnn_plugin'  # in configurations of Hugging Face transformers
 # How a module takes fewer heads, the first that runs: which sizes it keeps beside the number of heads, those of all
 # heads together alone, or those that a token has too; then with the views of its forward pass rewritten.
@@ -29,6 +32,7 @@ NO_WIDTH = re.compile('window|len|time|point|patch|kernel|grid|image|img|vocab|b
 OF_TOKENS = {'dim', 'dims', 'embed_dim', 'embed_dims', 'hidden_size', 'channels', 'in_channels', 'width', 'd_model'}
 OF_KEYS = 'kv', 'key_value'  # in the name of a number of heads: that of the keys, which heads may share
 Shapes = Mapping[str, Tuple[torch.Size, torch.Size]]  # by the name of a parameter or buffer, before and after
+Taken = Tuple[Any, str, int]  # a module, its attribute that was taken for a width by its number, and this number
 
 
 def number_of_heads(number: int) -> str:
@@ -41,7 +45,9 @@ def shapes_of(module: nn.Module) -> Dict[str, torch.Size]:
     return {name: own.shape for name, own in (*module.named_parameters(), *module.named_buffers())}
 
 
-def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int) -> None:
+def set_sizes(
+    module: nn.Module, shapes: Shapes, built: int, before: int, after: int, way: int, spared: Collection[int]
+) -> List[Taken]:
     """Sets what a module keeps of the number of heads to that of its parameters, which have changed already.
 
     Args:
@@ -49,27 +55,28 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
         shapes (Mapping[str, tuple[Size, Size]]): Of what has changed.
         built, before, after (int): The number of heads that it was built with, has now, and is to have.
         way (int): One of ``WAYS``.
+        spared (Collection[int]): The :func:`mark` of each attribute that stays.
+
+    Returns:
+        list[tuple[nn.Module, str, int]]: The attributes that were taken for widths by their number, and this number.
 
     Raises:
         TypeError: A forward pass cannot be rewritten.
     """
     widths: Dict[int, int] = {}
-    owners = []
+    owners: List[nn.Module] = []
+    taken: List[Taken] = []
+    take = partial(_take, taken, spared)
     for name, (old, new) in shapes.items():
         path, _, leaf = name.rpartition('.')
         owner = module.get_submodule(path)
-        _set_sizes_of_map(owner, leaf, old, new)
+        _set_sizes_of_map(owner, leaf, old, new, take)
         owners.append(owner)
         widths.update({was: own for was, own in zip(old, new) if was not in (own, before)})
     views = 0
     for own in module.modules():
         numbers = {key: value for key, value in vars(own).items() if type(value) is int}
-        counts = {
-            key: value
-            for key, value in numbers.items()
-            if is_number_of_heads(key, value)
-            and (value == before or any(word in key for word in OF_KEYS) and 0 < value < before)
-        }
+        counts = _numbers_of_heads(numbers, before)
         if not counts:
             continue
         of_one = {value for key, value in numbers.items() if key not in counts and ('dim' in key or 'head' in key)}
@@ -81,7 +88,7 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
             is_of_one = key in counts or 'head' in key and 'all' not in key
             is_width = value in widths and not NO_WIDTH.search(key)
             if way & OWN and not is_of_one and is_width and (way & TOKENS or key not in OF_TOKENS):
-                setattr(own, key, widths[value])
+                take(own, key, widths[value])
         owners.append(own)
         views += bool(way & VIEWS and _rewrite(own, built))
     for own in owners:
@@ -91,6 +98,50 @@ def set_sizes(module: nn.Module, shapes: Shapes, built: int, before: int, after:
     compute_anew(module)
     if way & VIEWS and not views:
         raise TypeError('no forward pass could be rewritten')
+    return taken
+
+
+def _take(taken: List[Taken], spared: Collection[int], owner: Any, key: str, value: int) -> None:
+    """Sets an attribute that was taken for a width, and notes what it was."""
+    if mark(key) not in spared:
+        taken.append((owner, key, vars(owner)[key]))
+        setattr(owner, key, value)
+
+
+def _numbers_of_heads(numbers: Mapping[str, int], before: int) -> Dict[str, int]:
+    """Returns the attributes that are the number of heads, or that of the keys, which they may share."""
+    of_keys = {key for key in numbers if any(word in key for word in OF_KEYS)}
+    counts = {key: value for key, value in numbers.items() if is_number_of_heads(key, value)}
+    return {key: own for key, own in counts.items() if own == before or key in of_keys and 0 < own < before}
+
+
+def spare(taken: Sequence[Taken], homes: Iterable[nn.Module], check: Callable[[], None]) -> Iterator[int]:
+    """Puts attributes back that were taken for widths, but that heads do without; yields their marks.
+
+    What is the same number by chance, such as a window, would else change what the example does not show.
+    """
+
+    def put(values: Sequence[Taken]) -> None:
+        for own, key, value in values:
+            setattr(own, key, value)
+        for home in homes:
+            compute_anew(home)
+
+    for name in dict.fromkeys(key for _, key, _ in taken):
+        old = [(own, key, value) for own, key, value in taken if key == name]
+        new = [(own, key, getattr(own, key)) for own, key, _ in old]
+        put(old)
+        try:
+            check()
+        except Exception:  # of whatever kind, as numbers that do not fit raise
+            put(new)
+        else:
+            yield mark(name)
+
+
+def mark(key: str) -> int:
+    """Returns the number by which a record knows the name of an attribute."""
+    return zlib.crc32(key.encode())
 
 
 def compute_anew(module: nn.Module) -> None:
@@ -107,7 +158,7 @@ def is_number_of_heads(key: str, value: Any) -> bool:
     return type(value) is int and NUMBER.search(key) is not None
 
 
-def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -> None:
+def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size, take: Callable[..., None]) -> None:
     """Sets what a map says about the shape of its weight."""
     if isinstance(owner, nn.Linear) and leaf == 'weight':
         owner.out_features, owner.in_features = new
@@ -119,7 +170,7 @@ def _set_sizes_of_map(owner: Any, leaf: str, old: torch.Size, new: torch.Size) -
         changed = {was: own for was, own in zip(old, new) if was not in new}
         for key, value in list(vars(owner).items()):  # of a norm, or a map of another library
             if type(value) is int and value in changed:
-                setattr(owner, key, changed[value])
+                take(owner, key, changed[value])
         if vars(owner).get('normalized_shape') == tuple(old):
             owner.normalized_shape = tuple(new)
 
@@ -144,6 +195,7 @@ class FewerHeads:
     Attributes:
         built, left (int): The number of heads that it was built with, and has now.
         way (int): One of ``WAYS``.
+        spared (list[int]): As of :func:`set_sizes`, and the marks of buffers of heads that state dicts leave out.
         shapes (dict[str, torch.Size]): Those of the parameters and buffers, by name.
         before (int): The number of heads in the model.
     """
@@ -151,6 +203,7 @@ class FewerHeads:
     built: int
     left: int
     way: int
+    spared: List[int]
     shapes: Mapping[str, torch.Size]
     before: int
 
@@ -162,10 +215,11 @@ class FewerHeads:
             StructureError: The module was built with another number of heads.
         """
         own, there = record_of(module), state_dict.get(f'{prefix}{RECORD}')
-        built, left, way = (own[0], own[0], own[2]) if own and there is None else map(int, there.tolist())  # type: ignore
+        record = (own[0], own[0], *own[2:]) if own and there is None else tuple(there.tolist())  # type: ignore
+        built, left, way, *spared = record
         shapes = {name: state_dict[prefix + name].shape for name in shapes_of(module) if prefix + name in state_dict}
         shapes.pop(RECORD, None)
-        if own == (built, left, way) or any(name not in shapes for name, _ in module.named_parameters()):
+        if own == record or any(name not in shapes for name, _ in module.named_parameters()):
             return None
         now = own[1] if own else built
         values = [
@@ -176,40 +230,45 @@ class FewerHeads:
                 f'{prefix.rstrip(".") or "model"} was built with {built} heads in the state dict, but not in the '
                 'model: build it with as many'
             )
-        return cls(built, left, way, shapes, now)
+        return cls(built, left, way, spared, shapes, now)
 
     def apply(self, module: nn.Module) -> None:
         """Gives a module this structure, with values that are yet to be loaded; parameters stay the same objects."""
         before = shapes_of(module)
         changed = {name: size for name, size in self.shapes.items() if size != before[name]}
-        widths = {was: own for name, size in changed.items() for was, own in zip(before[name], size) if was != own}
-        for name, own in module.named_buffers():  # one that state dicts leave out is as wide as its heads
-            if name not in self.shapes and own.ndim == 1 and len(own) in widths and own.is_floating_point():
-                changed[name] = torch.Size([widths[len(own)]])
         for name, size in changed.items():
             resize(module, name, size)
+        widths = {was: own for name, size in changed.items() for was, own in zip(before[name], size)}
+        for name, own in module.named_buffers():
+            path, _, leaf = name.rpartition('.')
+            if name in changed:
+                module.get_submodule(path).register_buffer(leaf, own)  # which state dicts may have left out
+            elif name not in self.shapes and mark(name) in self.spared:  # as they do one of equal entries
+                value = own.flatten()[0].clone()
+                resize(module, name, [widths.get(side, side) for side in own.shape])
+                own.data.fill_(value)
         after = shapes_of(module)
         shapes = {name: (size, after[name]) for name, size in before.items() if size != after[name]}
-        set_sizes(module, shapes, self.built, self.before, self.left, self.way)
-        write_record(module, self.built, self.left, self.way)
+        set_sizes(module, shapes, self.built, self.before, self.left, self.way, self.spared)
+        write_record(module, self.built, self.left, self.way, self.spared)
 
 
-def write_record(module: nn.Module, built: int, left: int, way: int) -> None:
+def write_record(module: nn.Module, built: int, left: int, way: int, spared: Iterable[int]) -> None:
     """Notes a structure in a buffer, or removes it where all heads are there."""
     if left == built:
-        if RECORD in module._buffers:
-            delattr(module, RECORD)
+        module._buffers.pop(RECORD, None)
         return
     like = next(module.parameters(), None)
-    record = torch.tensor([built, left, way], device='cpu' if like is None else like.device)
-    if RECORD in module._buffers:
-        setattr(module, RECORD, record)
-    else:
-        module.register_buffer(RECORD, record)
+    values = [built, left, way, *sorted({*spared} - {0})]
+    if len(values) > RECORD_LENGTH:
+        raise TypeError(f'{len(values) - 3} attributes are as large as a width, but are none')
+    values += [0] * (RECORD_LENGTH - len(values))
+    record = torch.tensor(values, device='cpu' if like is None else like.device)
+    module.register_buffer(RECORD, record)
 
 
 def record_of(module: nn.Module) -> Optional[Tuple[int, ...]]:
-    """Returns the number of heads a module was built with, has now, and the way; None where it has lost none."""
+    """Returns the number of heads a module was built with, has now, the way, and what is spared; None for no loss."""
     record = module._buffers.get(RECORD)
     return None if record is None else tuple(record.tolist())
 

@@ -34,7 +34,17 @@ from ..heads.found import (
     seen_heads,
 )
 from ..heads.seen import AnyAttention, watching_outputs
-from ..heads.sizes import WAYS, Shapes, note_in_configs, number_of_heads, record_of, set_sizes, shapes_of, write_record
+from ..heads.sizes import (
+    WAYS,
+    mark,
+    note_in_configs,
+    number_of_heads,
+    record_of,
+    set_sizes,
+    shapes_of,
+    spare,
+    write_record,
+)
 from ..transformers.start import random_images
 from ..transformers.vision_transformer import find_transformer
 
@@ -130,7 +140,12 @@ def prune_heads(
     """
     check_not_distributed(model)
     with in_float32(model) as is_half:
-        return _pruned(model, heads, as_float32(inputs) if is_half else inputs, call)
+        try:
+            return _pruned(model, heads, as_float32(inputs) if is_half else inputs, call)
+        except RuntimeError as error:
+            if not is_half:
+                raise
+            raise RuntimeError(f'in float32, in which heads are removed, the model cannot run: {error}') from error
 
 
 @contextmanager
@@ -267,7 +282,7 @@ def _cut_and_compare(
 ) -> Dict[nn.Parameter, Successor]:
     """Cuts heads of layers of one kind out, and finds the way in which ``check`` finds nothing wrong with the model."""
     replaced: Dict[nn.Parameter, Successor] = {}
-    shapes: Dict[str, Shapes] = {}
+    shapes: Dict[str, Dict[str, Any]] = {}
     homes = {name: model.get_submodule(layers[name].home) for name in gone}
     for name, heads in gone.items():
         before = shapes_of(homes[name])
@@ -275,16 +290,21 @@ def _cut_and_compare(
         after = shapes_of(homes[name])
         shapes[name] = {key: (size, after[key]) for key, size in before.items() if size != after[key]}
     failed: List[str] = []
-    records = [record_of(home) or (layers[name].num_heads, 0, 0) for name, home in homes.items()]
-    for way in [way for way in WAYS if all(way & before == before for _, _, before in records)]:
+    records = {name: record_of(home) or (layers[name].num_heads, 0, 0) for name, home in homes.items()}
+    others = {name: home for name, home in homes.items() if layers[name].layer is None}
+    spared = {own for record in records.values() for own in record[3:]}
+    for way in [way for way in WAYS if all(way & record[2] == record[2] for record in records.values())]:
         try:
             with all_or_nothing(homes.values()):
-                for (name, home), (built, *_) in zip(homes.items(), records):
-                    number = layers[name].num_heads - len(gone[name])
-                    if layers[name].layer is None:
-                        set_sizes(home, shapes[name], built, layers[name].num_heads, number, way)
-                        write_record(home, built, number, way)
+                left, taken = {name: layers[name].num_heads - len(gone[name]) for name in others}, []
+                for name, home in others.items():
+                    numbers = records[name][0], layers[name].num_heads, left[name]
+                    taken += set_sizes(home, shapes[name], *numbers, way, spared)
                 check()
+                marks = {*spared, *spare(taken, others.values(), check)}
+                for name, home in others.items():
+                    left_out = map(mark, shapes[name].keys() - home.state_dict().keys())
+                    write_record(home, records[name][0], left[name], way, marks.union(left_out))
             return replaced
         except Exception as error:  # whatever a forward pass raises for sizes that do not fit
             failed.append(f'{type(error).__name__}: {error}')
@@ -305,6 +325,8 @@ def _hint(layer: Heads, gone: Sequence[int], home: nn.Module) -> str:
             if len(shared) < layer.num_heads and 0 < len({*shared} & {*gone}) < len(shared):
                 return f'heads {shared} share entries of {name}: remove all of them or none'
     computed = [name for name, own in home.named_modules() if own._forward_pre_hooks or is_parametrized(own)]
+    if not computed and not any(dim for dim, _ in layer.owners.values()):
+        return 'a norm, or something else, mixes the outputs of heads before a map takes them'
     if not computed:
         return ''
     what = f'{computed[0] or "the layer"} has a parametrization or a hook, which may compute its weights as it runs'

@@ -2,9 +2,11 @@
 
 import copy
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.small import numbers, small_model, trained_like
 from helpers.versions import hugging_face_library
 from helpers.vits import SIZE, output_map, output_of, small_vit
@@ -117,6 +119,21 @@ def test_batches_of_other_sizes(cls):
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     changes = [(loss(zeroed, batch) - loss(model, batch)) * len(batch) for batch in batches]
     assert head_ablation(model, batches, loss).zero_loss[''][1].item() == pytest.approx(sum(changes).item() / 10)
+
+
+@pytest.mark.parametrize('name', ['timm', 'positions'])
+def test_a_mask_on_parts_that_run_by_themselves(name):
+    """It is that of a whole pass; and what never ran is named at the end."""
+    model, inputs, heads = case_of(name)
+    with masked_heads(model, heads):
+        model(inputs)
+        expected = model.forward_features(inputs)
+    assert (model.forward_features(inputs) - expected).abs().max() > 1e-6
+    with masked_heads(model, heads):
+        assert torch.equal(model.forward_features(inputs), expected)
+    with pytest.raises(ValueError, match=r'there are 0 .*: name one of blocks.0'), masked_heads(model, {77: [1]}):
+        model.forward_features(inputs)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize('name', ['timm', 'positions'])
@@ -308,8 +325,8 @@ def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
 
     def fails(module, *args):
         whole(module, *args)
-        tried.append(args[-1])
-        if args[-1] == WAYS[way]:
+        tried.append(args[-2])
+        if args[-2] == WAYS[way]:
             raise Stop
         raise ValueError('such a size')
 
@@ -318,7 +335,7 @@ def test_each_way_of_sizes_that_fails_leaves_the_model(way, monkeypatch):
         prune_heads(model, {0: [1], 1: [0]}, inputs)
     assert tried == list(WAYS[: way + 1])
     if way == 0:
-        monkeypatch.setattr(prune, 'set_sizes', lambda *args: fails(*args[:-1], -1))
+        monkeypatch.setattr(prune, 'set_sizes', lambda *args: fails(*args[:-2], -1, ()))
         with pytest.raises(TypeError, match=r'of blocks.0.attn, blocks.1.attn cannot be removed: .* such a size'):
             prune_heads(model, {0: [1], 1: [0]}, inputs)
     parameters, shallow, values = everything(model)
@@ -361,9 +378,10 @@ SCALE = 1.0
 class OneMap(nn.Module):
     """Attention of four heads of 8 channels, whose settings are numbers of heads or widths by chance."""
 
-    def __init__(self, shape='inner', windows=32, look_ahead=4, scale='fixed'):
+    def __init__(self, shape='inner', width='window', look_ahead=4, scale='fixed'):
         super().__init__()
-        self.num_heads, self.inner, self.window, self.look_ahead, self.scale = 4, 32, windows, look_ahead, scale
+        self.num_heads, self.inner, self.width, self.look_ahead, self.scale = 4, 32, width, look_ahead, scale
+        setattr(self, width, 32)
         self.shape, self.qkv, self.proj = shape, nn.Linear(32, 96), nn.Linear(32, 32)
         self.register_buffer('index', torch.arange(32).flip(0), persistent=False)
 
@@ -375,13 +393,13 @@ class OneMap(nn.Module):
         scale = (x.shape[-1] // self.num_heads) ** -0.5 if self.scale == 'of heads' else SCALE
         number = torch.arange(x.shape[1])
         distance = number[:, None] - number
-        sees = (distance < self.window) & (-distance <= self.look_ahead) & (self.index[number % 32] >= 0)
+        sees = (distance < getattr(self, self.width)) & (-distance <= self.look_ahead) & (self.index[number % 32] >= 0)
         heads = (qkv[0] @ qkv[1].mT * scale).masked_fill(~sees, -torch.inf).softmax(-1) @ qkv[2]
         return self.proj(heads.transpose(1, 2).reshape(*x.shape[:2], self.inner if self.shape == 'inner' else -1))
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('settings', [{}, dict(shape='fused'), dict(scale='of heads')])
+@pytest.mark.parametrize('settings', [{}, dict(width='reach'), dict(shape='fused'), dict(scale='of heads')])
 def test_inputs_of_other_sizes_than_the_example(settings, dtype):
     """The example is too short to show a window; and half precision hides another scale of the scores."""
     torch.manual_seed(0)
@@ -404,6 +422,14 @@ def test_inputs_of_other_sizes_than_the_example(settings, dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_that_a_model_casts_to(dtype):
+    model = small_vit(VIT).to(dtype)
+    with pytest.raises(RuntimeError, match='in float32, in which heads are removed, the model cannot run'):
+        prune_heads(model, {0: [1]}, IMAGES, call=lambda model, images: model(images.to(dtype)))
+    assert {own.dtype for own in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_is_left_as_it_was(dtype):
     """Where heads cannot be removed, every bit and every object is."""
     torch.manual_seed(0)
@@ -423,6 +449,90 @@ def test_half_precision_is_left_as_it_was(dtype):
     assert all(own.dtype == state[name].dtype for name, own in model.state_dict().items())
 
 
+class Packed(nn.Module):
+    """A weight of queries, keys and values in the module itself; beyond ``reach`` no key is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.proj = nn.Parameter(torch.randn(96, 32)), nn.Linear(32, 32)
+        self.num_heads, self.reach = 4, 96
+
+    def forward(self, x):
+        qkv = F.linear(x, self.weight).unflatten(2, (3, self.num_heads, 8)).permute(2, 0, 3, 1, 4)
+        number = torch.arange(x.shape[1])
+        sees = (number[:, None] - number).abs() < self.reach
+        return self.proj(F.scaled_dot_product_attention(*qkv, sees).transpose(1, 2).flatten(2))
+
+
+class Positions(Packed):
+    """Buffers that state dicts leave out: slopes of heads, gains of channels, decays of distances."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('slopes', torch.rand(4, 1, 1), persistent=False)
+        self.register_buffer('gain', torch.rand(32), persistent=False)
+        self.register_buffer('decay', torch.rand(32), persistent=False)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.weight).unflatten(2, (3, self.num_heads, 8)).permute(2, 0, 3, 1, 4)
+        number = torch.arange(x.shape[1])
+        distance = (number[:, None] - number).abs()
+        scores = q @ k.mT - self.slopes * distance - self.decay[distance]
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2) * self.gain)
+
+
+def test_buffers_that_state_dicts_leave_out():
+    """Those of heads travel with their values, others stay; a refused model has them as before."""
+    torch.manual_seed(0)
+    model, fresh, x = Positions(), Positions(), torch.randn(2, 5, 32)
+    fresh.decay.copy_(model.decay)
+    with pytest.raises(TypeError, match='no more'):
+        prune_heads(model, {'': [1]}, x, call=lambda model, x: model(x) if len(model.slopes) == 4 else stop())
+    assert {*model.state_dict()} == {*fresh.state_dict()}
+    with masked_heads(model, {'': [1]}):
+        expected = model(x)
+    prune_heads(model, {'': [1]}, x)
+    torch.testing.assert_close(model(x), expected)
+    follow_state_dict(fresh, model.state_dict())
+    fresh.load_state_dict(model.state_dict())
+    longer = torch.randn(2, 30, 32)
+    assert torch.equal(fresh(longer), model(longer)) and len(fresh.decay) == 32 and len(fresh.gain) == 24
+
+
+def stop():
+    raise RuntimeError('no more')
+
+
+class SharedKeys(Folded):
+    """Keys and values of one head for four heads of queries; softmax is blind to the bias of keys."""
+
+    def __init__(self):
+        super().__init__(32, 4)
+        self.k, self.v, self.scale = nn.Linear(32, 8), nn.Linear(32, 8), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        q = (self.q(x) * self.scale).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        scores = q @ self.k(x)[:, None].mT
+        return self.out((scores.softmax(-1) @ self.v(x)[:, None]).transpose(1, 2).flatten(2))
+
+
+def test_rounding_errors_are_no_heads():
+    """However small the gradient of a bias, it is of all heads that share its map."""
+    for seed in range(10, 18):
+        torch.manual_seed(seed)
+        model, x = SharedKeys(), torch.randn(3, 9, 32)
+        for heads in ([1, 3], [0]):
+            prune_heads(model, {'': heads}, x)
+        assert model.k.bias.shape == (8,) and model.q.weight.shape == (8, 32)
+
+
+def test_numbers_beside_a_weight():
+    model, fresh = Packed(), Packed()
+    prune_heads(model, {'': [1]}, torch.randn(1, 5, 32))
+    assert follow_state_dict(fresh, model.state_dict())
+    assert model.weight.shape == fresh.weight.shape == (72, 32) and model.reach == fresh.reach == 96
+
+
 def test_a_rewritten_forward_sees_its_module(monkeypatch):
     model, x = nn.Sequential(OneMap(scale='of heads')), TOKENS.float().repeat(1, 1, 3)[..., :32]
     prune_heads(model, {'0': [1]}, x)
@@ -438,6 +548,17 @@ def normed():
     model = OneMap()
     torch.nn.utils.parametrizations.spectral_norm(model.proj)
     return model
+
+
+class Core(Folded):
+    def forward(self, x):
+        qkv = [own(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for own in (self.q, self.k, self.v)]
+        return F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
+
+
+def mixed_in_stages():
+    block = lambda: nn.Sequential(OrderedDict(core=Core(), norm=nn.LayerNorm(12), proj=nn.Linear(12, 12)))  # noqa: E731
+    return nn.Sequential(*[nn.Sequential(nn.Sequential(nn.Identity(), block())) for _ in range(2)])
 
 
 def shared_keys():
@@ -456,12 +577,16 @@ def shared_keys():
             r'heads \[0, 1\] share entries of .*: remove all',
         ),
         (normed, TOKENS.repeat(1, 1, 3)[..., :32], {'': [0]}, 'proj has a parametrization or a hook'),
+        (mixed_in_stages, TOKENS, {'0.0.1.core': [0]}, 'mixes the outputs of heads before a map takes them'),
     ],
 )
 def test_what_stands_in_the_way(build, inputs, heads, message):
+    """It is said after a few passes, however many modules are around the attention."""
     torch.manual_seed(0)
-    model = build().eval()
+    model, passes = build().eval(), []
     state = copy.deepcopy(model.state_dict())
+    model.register_forward_hook(lambda *own: passes.append(own))
     with pytest.raises(TypeError, match=message):
         prune_heads(model, heads, inputs)
+    assert len(passes) < 20
     assert all(torch.equal(own, state[name]) for name, own in model.state_dict().items())
