@@ -4,14 +4,14 @@ A layer of position-only attention is the linear map Σ_h P_h ⊗ V_h, of each h
 input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_{q+δ} and of the kernel's slices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ..attention.window import same_window
-from ..convert.expressible import Expressibility, expressible_shifts_of_maps, fit_shifts, interior_queries, targets
+from ..convert.expressible import Expressibility, expressible_shifts_of_maps, fit_shifts, targets
 from .shift_statistics import ShiftMaps
 
 KERNEL_SIZES = (3, 5)
@@ -74,7 +74,8 @@ def nearest_convolutions(
         outputs = torch.tensordot(triangle, maps.probs, dims=1)  # (≤ N_h, Q, height*width)
     whole = _squared_norms(outputs)
     for window in [same_window((n, n), padding_mode) for n in KERNEL_SIZES] if maps.window is None else [maps.window]:
-        target, inside = targets(window, maps.size), interior_queries(window, maps.size)
+        target = targets(window, maps.size)
+        inside = (targets(replace(window, padding_mode='zeros'), maps.size) >= 0).all(0)
         if inside.any():
             # Of what is left itself: a norm as that of P less that of the fit would cancel where the fit is exact.
             fit = fit_shifts(outputs, target)[:, None] * (target >= 0).T  # at −1 there is only padding

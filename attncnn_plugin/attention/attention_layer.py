@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,7 @@ class AttentionLayer(Restructurable):
     window: Optional[Window] = None
     depends_on_content = False
     has_position_scores = True
-
-    @property
-    def padding_mode(self) -> str:
-        return 'replicate'
+    padding_mode: Any = 'replicate'
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         """Returns centres and shapes of Gaussian scores by position, at least float32; None for other scores."""
@@ -70,9 +67,7 @@ class AttentionLayer(Restructurable):
                 f'the probabilities of {type(self).__name__}({self.extra_repr()}) depend on the input x: use '
                 'attention_scores(x).softmax(-1)'
             )
-        probs = self.position_probs(size)
-        assert probs is not None
-        return probs
+        return cast(Tensor, self.position_probs(size))
 
     @torch.no_grad()
     def exact_attention_probs(self, size: Sequence[int]) -> Tensor:
@@ -195,9 +190,15 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
         owner.out_features, owner.in_features = owner.weight.shape
 
 
-def check_plain_linear(name: str, linear: nn.Module) -> None:
-    """Raises RuntimeError for what is more than a weight and a bias, as an adapter (LoRA) or a parametrization."""
-    if type(linear) is not nn.Linear:
+def check_plain_linear(name: str, linear: nn.Module, *others: type) -> None:
+    """Raises RuntimeError for what is more than a weight and a bias, as an adapter (LoRA) or a parametrization.
+
+    Args:
+        name (str): What the layer calls the linear map.
+        linear (nn.Module): The linear map.
+        *others (type): Classes that are their weight and bias too.
+    """
+    if type(linear) not in (nn.Linear, *others):
         raise RuntimeError(
             f'{name} is a {type(linear).__name__}, but only a plain nn.Linear is its weight: merge adapters and remove '
             'parametrizations first'

@@ -50,15 +50,13 @@ class ImageAttention(AttentionLayer):
         encoding (QuadraticEncoding | WindowEncoding): The scores by position, at least float32.
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
-            layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
+            layer, the state dict and the layer's name; it raises ``ValueError`` or ``RuntimeError`` for another's.
         layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
     position: str
     window: Window
     encoding: Any
-    settings: Dict[str, Any]
-    layout: Tensor
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
     def __init__(
@@ -72,9 +70,9 @@ class ImageAttention(AttentionLayer):
         **dd: Any,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.window = window
-        self.settings = {'position': self.position}
+        self.settings: Dict[str, Any] = {'position': self.position}
         if groups == 1:
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
@@ -93,10 +91,6 @@ class ImageAttention(AttentionLayer):
         groups = '' if self.groups == 1 else f', groups={self.groups}'
         return f'num_heads={self.num_heads}{groups}, window={self.window}'
 
-    @property
-    def groups(self) -> int:
-        return self.value.groups if isinstance(self.value, GroupedLinear) else 1
-
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
         """Maps ``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
 
@@ -111,8 +105,7 @@ class ImageAttention(AttentionLayer):
             )
         if input.ndim == ndim + 1:
             return self.forward(input[None])[0]
-        x = with_regular_gradient(input)
-        output = self._outputs(x)
+        output = self._outputs(with_regular_gradient(input))
         # As a convolution: channels last if its weight is, or its input and the padding keeps that.
         kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
         of_input = is_channels_last(input) and self.window.padding_mode in kept
@@ -124,11 +117,7 @@ class ImageAttention(AttentionLayer):
 
     def _outputs(self, x: Tensor) -> Tensor:
         """Maps ``(B, C, *size)`` to the convolution's output."""
-        return self._output_images(self.heads(x), self._sizes(x))
-
-    def _output_images(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Maps the heads, ``(B, N_h, Q, C)``, to the output, ``(B, out_channels, *sizes)``."""
-        return self._output_pixels(heads).transpose(-2, -1).unflatten(-1, sizes)
+        return self._output_pixels(self.heads(x)).transpose(-2, -1).unflatten(-1, self._sizes(x))
 
     def _output_pixels(self, heads: Tensor) -> Tensor:
         """Maps the heads by W^V W^O, ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
@@ -150,10 +139,9 @@ class ImageAttention(AttentionLayer):
         property(operator.attrgetter(f'window.{name}'))
         for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
     )
-    padding = property(operator.attrgetter('window.padding_argument'))
 
     def __getattr__(self, name: str) -> Any:
-        if name == 'padding':  # its property has raised AttributeError: this says why
+        if name == 'padding':  # no property: nn.Module would replace the AttributeError that says why there is none
             return self.window.padding_argument
         if name in ('weight', 'bias'):
             raise AttributeError(
@@ -167,10 +155,10 @@ class ImageAttention(AttentionLayer):
         return tuple(x.shape[-self.window.ndim :])
 
     def value_matrices(self) -> Tensor:
-        if not isinstance(self.value, GroupedLinear):
-            check_plain_linear('value', self.value)
+        check_plain_linear('value', self.value, GroupedLinear)
         slices = self.value.weight.unflatten(1, (self.num_heads, self.in_channels // self.groups)).transpose(1, 2)
-        return at_least_float32(block_diagonal(slices, self.groups))
+        blocks = [torch.block_diag(*of_head.chunk(self.groups)) for of_head in slices.unbind(-1)]
+        return at_least_float32(torch.stack(blocks))
 
     def head_parameters(self) -> HeadParameters:
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
@@ -213,7 +201,7 @@ class ImageAttention(AttentionLayer):
         entries = {key: value.detach() if isinstance(value, Tensor) else value for key, value in entries.items()}
         try:
             converted = self.from_conv(self, entries, name)
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             raise StructureError(f'the convolution {name} of the state dict cannot be converted: {error}') from error
         for key in entries:
             del state_dict[prefix + key]
@@ -284,7 +272,6 @@ class ContentImageAttention(ImageAttention):
 
     position = 'gaussian'
     depends_on_content = True
-    gate: Optional[nn.Parameter]
 
     def __init__(
         self,
@@ -317,13 +304,13 @@ class ContentImageAttention(ImageAttention):
 
     def _outputs(self, x: Tensor) -> Tensor:
         axes = self.tiles(x.shape[2:])
-        if axes is not None:
-            return self._neighbourhoods(x, axes)
-        padded, sizes = self.window.pad(x), self._sizes(x)
-        queries, tokens = _tokens(self._query_pixels(padded, sizes)), _tokens(padded)
+        return super()._outputs(x) if axes is None else self._neighbourhoods(x, axes)
+
+    def heads(self, x: Tensor) -> Tensor:
+        padded = self.window.pad(x)
+        queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
         query, key = self._split_heads(self.query(queries)), self._split_heads(self.key(tokens))
-        heads = self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
-        return self._output_images(heads, sizes)
+        return self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None if the whole image is computed at once."""
@@ -458,9 +445,6 @@ class GroupedLinear(nn.Linear):
         super().__init__(num_heads * (in_channels // groups), out_channels, bias, **dd)
         self.groups, self.in_channels = groups, in_channels
 
-    def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, groups={self.groups}'
-
     def forward(self, heads: Tensor) -> Tensor:
         """Maps ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
         heads = heads.movedim(-1, -3).unflatten(-3, (self.groups, -1)).flatten(-3, -2)  # (…, groups, C/groups·N_h, Q)
@@ -468,18 +452,3 @@ class GroupedLinear(nn.Linear):
         weight = weight.transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
         output = (weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1)
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Fills up slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with zeros, ``(N, C_out, C_in)``.
-
-    Examples:
-        >>> block_diagonal(torch.ones(2, 1, 1), groups=2)
-        tensor([[[1., 0.],
-                 [0., 1.]]])
-    """
-    out_channels, per_group, number = slices.shape
-    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
-    group = torch.arange(groups, device=slices.device)
-    dense[group, :, group] = slices.unflatten(0, (groups, -1))
-    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)

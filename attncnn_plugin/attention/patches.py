@@ -143,14 +143,10 @@ class PatchAttention(AttentionLayer):
         self.value = nn.Linear(dim, sum(self.head_dims), bias=False, **dd)
         self.out = nn.Linear(sum(self.head_dims), self.out_dim, bias, **dd)
         self.num_heads = self.built_heads = num_heads
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
         for linear in (self.query, self.key, self.value, self.out):
             nn.init.trunc_normal_(linear.weight, std=0.02)
         if self.out.bias is not None:
             nn.init.zeros_(self.out.bias)
-        nn.init.zeros_(self.position.table)
 
     def extra_repr(self) -> str:
         widths = self.head_dims[0] if len(set(self.head_dims)) == 1 else self.head_dims

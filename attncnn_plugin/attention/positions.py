@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32, widest_float
-from .shifts import at_shifts, axis_shifts, resize_loaded, windows
+from .shifts import at_shifts, resize_loaded, windows
 from .softmax import softmax, without_subnormals
 from .window import shown
 
@@ -27,12 +27,6 @@ class GaussianHeads(NamedTuple):
 
     center: Tensor
     factor: Tensor
-
-    @property
-    def inverse_covariance(self) -> Tensor:
-        """Σ⁻¹ in 1/tokens², ``(N_h, ndim, ndim)``."""
-        # Not matmul: autocast would round it.
-        return (self.factor[:, :, None, :] * self.factor[:, None, :, :]).sum(-1)
 
 
 class QuadraticEncoding(nn.Module):
@@ -67,7 +61,8 @@ class QuadraticEncoding(nn.Module):
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns the terms on a grid of ``size``, ``(N_h, n, n)`` for an axis of n tokens, at least float32."""
-        return tuple(self.scores_along(axis, axis_shifts(n, self.center.device)) for axis, n in enumerate(size))
+        positions = (torch.arange(n, device=self.center.device) for n in size)
+        return tuple(self.scores_along(axis, own - own[:, None]) for axis, own in enumerate(positions))
 
     def scores_along(self, axis: int, shift: Tensor) -> Tensor:
         """Returns scores along one axis, ``(N_h, Q, K)``, of shifts ``(Q, K)`` to keys that are consecutive pixels.
@@ -171,6 +166,7 @@ class RelativeTables(nn.Module):
             raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
         if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
             raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
+        self.max_size = max_size
         self.row_table, self.column_table = (nn.Parameter(torch.empty(2 * n - 1, dim // 2, **dd)) for n in max_size)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(partial(resize_loaded, (0,)))
@@ -178,11 +174,6 @@ class RelativeTables(nn.Module):
     def reset_parameters(self) -> None:
         for table in self.parameters(recurse=False):
             nn.init.normal_(table)
-
-    @property
-    def max_size(self) -> Tuple[int, int]:
-        """Height and width of the largest grid."""
-        return (len(self.row_table) + 1) // 2, (len(self.column_table) + 1) // 2
 
     def forward(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns R and C of the shifts of a grid, ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
@@ -244,11 +235,7 @@ class WindowEncoding(nn.Module):
 
     def __init__(self, num_heads: int, window_size: Sequence[int], **dd: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window_size, **dd))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        self.weight = nn.Parameter(torch.zeros(num_heads, 1, *window_size, **dd))
 
     def forward(self) -> Tensor:
         """Returns the probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""

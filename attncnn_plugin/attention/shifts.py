@@ -11,12 +11,6 @@ from .precision import widest_float
 logger = logging.getLogger(__name__)
 
 
-def axis_shifts(size: int, device: torch.device) -> Tensor:
-    """Returns δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels, ``(size, size)``."""
-    position = torch.arange(size, device=device)
-    return position[None, :] - position[:, None]
-
-
 def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
     """Combines ``(N, Q, K)`` of each axis, as factors or summands, to that of all pixels, row-major."""
     total = parts[0]

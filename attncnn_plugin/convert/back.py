@@ -16,7 +16,6 @@ from ..heads.found import own_heads
 from .convolutions import Computed, Convolution, block_norms, convolution_with
 from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
 
-MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
@@ -86,7 +85,16 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
-    kernel, fit = nearest_kernel(layer, _window_of(layer, kernel_size, padding_mode), size)
+    window: Optional[Window] = getattr(layer, 'window', None)
+    if window is None:
+        mode = 'replicate' if padding_mode is None else padding_mode
+        check_choice('padding_mode', mode, ('zeros', 'replicate', 'reflect', 'circular'))
+        window = same_window(per_axis('kernel_size', kernel_size, 2), mode)
+    elif per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
+        raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
+    elif padding_mode not in (None, window.padding_mode):
+        raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
+    kernel, fit = nearest_kernel(layer, window, size)
     return convolution_with(kernel).train(layer.training), fit
 
 
@@ -100,8 +108,7 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
     if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
         check_position_only(layer)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
-    if not isinstance(layer.value, GroupedLinear):
-        check_plain_linear('value', layer.value)
+    check_plain_linear('value', layer.value, GroupedLinear)
     weight = layer.value.weight
     if weight.is_meta:
         raise ValueError('layer is on the meta device, without values: load its weights first')
@@ -150,17 +157,3 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
             yield some.attention_scores(image)[0, ..., :-1].exp()  # without the null key
         else:
             yield some.attention_probs(size)
-
-
-def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> Window:
-    """Returns the window of a layer; for attention over a grid, the one that is asked for."""
-    window: Optional[Window] = getattr(layer, 'window', None)
-    if window is None:
-        mode = 'replicate' if padding_mode is None else padding_mode
-        check_choice('padding_mode', mode, MODES)
-        return same_window(per_axis('kernel_size', kernel_size, 2), mode)
-    if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
-        raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
-    if padding_mode not in (None, window.padding_mode):
-        raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
-    return window

@@ -74,7 +74,10 @@ def computed(conv: Any) -> Computed:
     kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
     in_float64 = partial(moved_copy, device='cpu', dtype=torch.float64)
     trial = copy_with(conv, lambda tensor: in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
-    images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
+    # Two images that hold the window and its padding: of multiples of the stride, and of one pixel more.
+    axes = zip(window.kernel_size, window.stride, window.dilation, window.padding)
+    least = [s * math.ceil(max(d * (k - 1) + 1 + s, *(n + 2 for n in padding)) / s) for k, s, d, padding in axes]
+    images = [draw((1, conv.weight.shape[1] * conv.groups, *(n + more for n in least))) for more in (0, 1)]
     outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x) for x in images))
     own = bias is trial.bias and torch.equal(weight, trial.weight)
     same = SameWindow(window.kernel_size, window.stride, window.dilation, (), 'zeros')
@@ -111,13 +114,6 @@ def moved_copy(x: Tensor, device: Any, dtype: torch.dtype) -> Tensor:
     """Copies a tensor to a device, unless it has no values, and to a dtype, if its numbers are floating-point."""
     dtype = dtype if x.is_floating_point() else x.dtype
     return x.detach().to(x.device if x.is_meta else device, dtype, copy=True)
-
-
-def _sizes(window: Window) -> List[List[int]]:
-    """Returns sizes of two images that hold the window and its padding: multiples of the stride, and one more."""
-    axes = zip(window.kernel_size, window.stride, window.dilation, window.padding)
-    least = [s * math.ceil(max(d * (k - 1) + 1 + s, *(n + 2 for n in padding)) / s) for k, s, d, padding in axes]
-    return [least, [n + 1 for n in least]]
 
 
 class _Calls(TorchFunctionMode):

@@ -110,14 +110,14 @@ def expressible_shifts_of_maps(probs: Tensor, kernel_size: Sizes, size: Sizes, q
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
     check_choice('queries', queries, ('all', 'interior'))
-    inside = interior_queries(window, size)
+    probs, target = probs.double(), targets(window, size)
+    inside = (target >= 0).all(0)
     chosen = (inside if queries == 'interior' else torch.ones_like(inside)).nonzero()[:, 0]
     if not len(chosen):
         raise ValueError(
             f'size={size} has no query with the whole window inside, kernel_size={window.kernel_size}: give a larger '
             "size, or queries='all'"
         )
-    probs, target = probs.double(), targets(window, size)
     maps, shifts = _triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     norms = maps.norm(dim=0)
     basis, singular, _ = torch.linalg.svd(maps / torch.where(norms > 0, norms, 1.0), full_matrices=False)
@@ -159,12 +159,6 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
     before = torch.tensor([window.padding_of(axis, n)[0] for axis, n in enumerate(size)], device='cpu')
     place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
     return padded[place.unbind(-1)]
-
-
-def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Returns whether each query of an image has its whole window inside, ``(Q,)``."""
-    axes = [window.interior(axis, n) for axis, n in enumerate(size)]
-    return torch.cartesian_prod(*axes).reshape(-1, len(axes)).all(1)
 
 
 def inverse_of_shifts(target: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import warnings
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple, Union, cast
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from ..change import (
 from ..heads.found import floats_in, same_numbers
 from ..heads.sizes import FewerHeads, number_of_heads
 from .back import ConvFit, nearest_kernel
-from .convolutions import Convolution, computed, convolution_with
+from .convolutions import computed, convolution_with
 from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
 Named = Mapping[str, Any]  # layers of a model, or what belongs to them, by name
@@ -225,7 +225,7 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
     return replaced
 
 
-def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
+def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, _ConvNd]:
     """Returns the convolutions of a model, by name, that names or globs choose, also transposed ones.
 
     It raises ``ValueError`` for what chooses none.
@@ -243,8 +243,7 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
                 f"{some or 'conv_to_mhsa converts a bare one'}; a glob such as 'layer4.*' stands for all that are "
                 'inside'
             )
-    chosen = [name for name in convolutions if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    return {name: cast(Convolution, convolutions[name]) for name in chosen}
+    return {name: own for name, own in convolutions.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:
@@ -262,29 +261,23 @@ def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(parameter, []).append(name)
     for name, layer in layers.items():
-        for part in layer.modules():
-            _check_plain(name, part)
-        for parameter in layer.parameters():
+        if any(map(is_lazy, layer.parameters())):
+            raise ValueError(f'{name} is a {type(layer).__name__} without weights yet: run the model on an input first')
+        for part in layer.modules():  # what would be lost with the layer, or changes what it computes
+            hooks = any(value for key, value in vars(part).items() if key.endswith('_hooks'))
+            if hooks or is_parametrized(part) or {'forward', '_conv_forward'} & vars(part).keys():
+                raise ValueError(
+                    f'{name} has hooks, parametrizations or a forward of its own, as weight norm has: remove them '
+                    'first, by torch.nn.utils.parametrize.remove_parametrizations for instance'
+                )
+        for key, parameter in layer.named_parameters():
+            if any(getattr(parameter, hooks) for hooks in PARAMETER_HOOKS):
+                raise ValueError(f'{name}.{key} has hooks: remove them first')
             if len(places[parameter]) > 1:
                 raise ValueError(
                     f'{name} shares a parameter, {" and ".join(places[parameter])} are one: give each place its own, '
                     'by copy.deepcopy for instance, or leave the layer out'
                 )
-
-
-def _check_plain(name: str, layer: nn.Module) -> None:
-    """Refuses what would be lost with a layer, or changes what it computes."""
-    if any(map(is_lazy, layer.parameters(recurse=False))):
-        raise ValueError(f'{name} is a {type(layer).__name__} without weights yet: run the model on an input first')
-    hooks = any(value for key, value in vars(layer).items() if key.endswith('_hooks'))
-    if hooks or is_parametrized(layer) or {'forward', '_conv_forward'} & vars(layer).keys():
-        raise ValueError(
-            f'{name} has hooks, parametrizations or a forward of its own, as weight norm has: remove them first, by '
-            'torch.nn.utils.parametrize.remove_parametrizations for instance'
-        )
-    for key, parameter in layer.named_parameters(recurse=False):
-        if any(getattr(parameter, hooks) for hooks in PARAMETER_HOOKS):
-            raise ValueError(f'{name}.{key} has hooks: remove them first')
 
 
 def drift(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.patches import PatchAttention
-from ..attention.window import Sizes, per_axis
+from ..attention.window import Sizes, check_choice, per_axis
 
 
 def patch_shifts(kernel_size: Sizes, patch_size: Sizes) -> Tuple[Tuple[int, ...], ...]:
@@ -50,8 +50,7 @@ def choose_head_dims(
         >>> widths, sum(widths)
         ((3, 48, 3, 48, 768, 48, 3, 48, 3), 972)
     """
-    if head_dim not in (None, 'exact'):
-        raise ValueError(f"head_dim={head_dim!r} is unknown: choose 'exact' or None, as wide as a patch")
+    check_choice('head_dim', head_dim, (None, 'exact'))
     if min_head_dim < 1 or (min_head_dim > 1 and head_dim is None):
         raise ValueError(f"min_head_dim={min_head_dim} must be at least 1, and is only for head_dim='exact'")
     dim, widths = conv.in_channels * patch_size**2, []

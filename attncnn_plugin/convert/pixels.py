@@ -6,7 +6,7 @@ With content, heads begin with W^Q = 0 (Li et al. 2021); the gate is that of d'A
 import copy
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Dict, Mapping, Optional, Tuple, cast
@@ -27,8 +27,6 @@ from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Sizes, Window, check_choice, per_axis, shown
 from .convolutions import Computed, Convolution, block_norms, computed, copy_with, moved_copy
 
-POSITIONS = ('gaussian', 'table')
-CONTENTS = (None, 'additive', 'gated')
 # e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
 HARD_ALPHA = 800.0
 # A wider head sees more of every other pixel than a shift can, and a larger α than HARD_ALPHA changes nothing.
@@ -129,9 +127,8 @@ def conv_to_mhsa(
     if attention.value.bias is not None:
         attention.value.bias.copy_(cast(Tensor, plain.bias))
     share, width = 1.0, HARD_ALPHA if alpha is None else alpha  # of the probabilities by position
-    if settings.get('window_size') is not None:
-        axes = (torch.arange(n, device='cpu') - n // 2 for n in settings['window_size'])
-        pixels = torch.cartesian_prod(*axes).reshape(-1, plain.window.ndim)  # δ of what heads see
+    if settings.get('window_size') is not None:  # δ of what heads see
+        pixels = replace(plain.window, kernel_size=settings['window_size'], dilation=(1,) * plain.window.ndim).shifts()
     else:
         pixels = plain.window.shifts() if position == 'table' else pixels_around(plain.window, width)
     if isinstance(attention, ContentImageAttention):
@@ -159,8 +156,8 @@ def check_settings(
         ValueError: See :func:`conv_to_mhsa`.
     """
     window = conv.window
-    check_choice('position', position, POSITIONS)
-    check_choice('content', content, CONTENTS)
+    check_choice('position', position, ('gaussian', 'table'))
+    check_choice('content', content, (None, 'additive', 'gated'))
     settings: Dict[str, Any] = {'position': position}
     if alpha is not None:
         if isinstance(alpha, bool) or not isinstance(alpha, Real) or not ALPHA_RANGE[0] <= alpha <= ALPHA_RANGE[1]:
@@ -225,13 +222,10 @@ class OwnConvolution:
         return conv, lost
 
     def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:
-        """Converts a state dict of the convolution; raises ``ValueError`` for one of another."""
+        """Converts a state dict of the convolution; raises ``ValueError`` or ``RuntimeError`` for another's."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # W^K is the same on every rank
         conv = copy.deepcopy(self.conv)
-        try:
-            conv.load_state_dict(entries, assign=True)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
+        conv.load_state_dict(entries, assign=True)
         converted = conv_to_mhsa(conv, **attention.settings, generator=generator)[0]
         attention.from_conv = converted.from_conv
         return converted.state_dict()

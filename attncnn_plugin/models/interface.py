@@ -2,7 +2,6 @@
 
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
-import torch
 from timm.layers import ClassifierHead, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint, register_notrace_module
 from timm.models._features import feature_take_indices
@@ -82,19 +81,15 @@ class TimmNetwork(Restructurable):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
         return {name for name, _ in self.named_parameters() if name.endswith(self.undecayed)}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
         return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head.fc
 

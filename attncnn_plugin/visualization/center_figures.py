@@ -48,7 +48,7 @@ def plot_attention_centers(maps: Mapping[str, MeanAttention], numbers: Numbers =
         centers = {head: center for head, center in enumerate(head_centers(own)[0].tolist()) if center[0] == center[0]}
         lines = {}
         if own.gaussian is not None:
-            shapes = own.gaussian.inverse_covariance.numpy()
+            shapes = (own.gaussian.factor @ own.gaussian.factor.mT).numpy()  # Σ⁻¹ = MMᵀ
             for head, center in centers.items():
                 lines[head] = [gaussian_contour(center, shapes[head], mass) for mass in CONTOURS]
         reach = min(_reach(centers.values(), [own[0] for own in lines.values()]), max(own.grid) - 0.5)

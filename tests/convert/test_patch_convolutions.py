@@ -88,7 +88,7 @@ def test_construction_of_the_paper_fails_at_the_border():
 def test_wrong_arguments():
     conv = nn.Conv2d(1, 1, 3, padding=1)
     for options, message in (
-        (dict(head_dim='narrow'), "head_dim='narrow' is unknown: choose 'exact'"),
+        (dict(head_dim='narrow'), r"head_dim='narrow' is unknown: choose one of \(None, 'exact'\)"),
         (dict(patch_size=4.0), 'patch_size=4.0 must be a positive integer, or one for each of 2 axes'),
     ):
         with pytest.raises(ValueError, match=message):
