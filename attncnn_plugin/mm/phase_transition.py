@@ -11,15 +11,7 @@ from mmpretrain.registry import HOOKS
 from ..training import TwoPhases, parts_in_phases
 from ..training.loops import check_epochs
 from .follow_state_dict import ChangingHook
-from .runner import (
-    add_scalars,
-    averaged_models,
-    follow_checkpoint,
-    is_resumed,
-    make_groups_plain,
-    unwrapped,
-    wrap_again,
-)
+from .runner import add_scalars, averaged_models, follow_checkpoint, make_groups_plain, unwrapped, wrap_again
 
 
 @HOOKS.register_module()
@@ -128,7 +120,7 @@ class PhaseTransitionHook(ChangingHook):
         """Brings a run that resumes a checkpoint of the second phase to that phase: model, optimizer, schedulers."""
         follow_checkpoint(runner, checkpoint)
         is_attention = not parts_in_phases(unwrapped(runner.model), 'conv')
-        if is_attention and is_resumed(runner) and isinstance(runner.optim_wrapper, OptimWrapper):
+        if is_attention and runner._resume and isinstance(runner.optim_wrapper, OptimWrapper):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             wrap_again(runner)
             self._build_optimization(runner)
