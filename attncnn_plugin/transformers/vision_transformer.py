@@ -290,12 +290,9 @@ def find_attention(network: Transformer) -> List[Attention]:
     if not found:
         raise ValueError(f'model is a {network.kind} whose blocks have no such attention: {KNOWN}')
     for own in found:
-        reason = ''
+        what = f'{own.name} is a {type(own.module).__name__} that cannot start as a convolution:'
         if not isinstance(getattr(own.module, 'q_norm', None), (nn.Identity, type(None))):
-            reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
-        elif not own.has_own_maps:
-            reason = 'its heads share queries, keys or values, or have no weights of their own there'
-        if reason:
-            what = f'{own.name} is a {type(own.module).__name__}'
-            raise ValueError(f'{what} that cannot start as a convolution: {reason}')
+            raise ValueError(f'{what} it normalizes queries and keys, which then have no scale: give qk_norm=False')
+        if not own.has_own_maps:
+            raise ValueError(f'{what} its heads share queries, keys or values, or have no weights of their own there')
     return found
