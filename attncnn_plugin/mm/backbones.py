@@ -54,18 +54,14 @@ class GridBackbone:
         number, indices = self.num_layers, [out_indices] if isinstance(out_indices, int) else out_indices
         valid = isinstance(indices, Sequence) and all(type(i) is int and -number <= i < number for i in indices)
         if not valid or not 0 < len({i % number for i in indices}) == len(indices):
-            raise ValueError(
-                f'out_indices={out_indices!r} must name different blocks by numbers from {-number} to {number - 1}'
-            )
+            raise ValueError(f'out_indices={out_indices!r} must name different blocks, from {-number} to {number - 1}')
         self.out_indices = [i % number for i in indices]
         self.grad_checkpointing = with_cp
 
         check_choice('out_type', out_type, ('featmap', 'avg_featmap'))
         self.out_type = out_type
         if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
-            raise ValueError(
-                f'`frozen_stages` {frozen_stages} must be 0 to {self.num_layers} blocks beside the stem, or -1'
-            )
+            raise ValueError(f'frozen_stages={frozen_stages!r} must be -1, or from 0 to {self.num_layers} blocks')
         self.frozen_stages = frozen_stages
         self._freeze_stages()
         self.register_load_state_dict_post_hook(record_new_parameters)

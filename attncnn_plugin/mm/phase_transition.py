@@ -91,7 +91,7 @@ class PhaseTransitionHook(ChangingHook):
         self.phases.seed = all_gather_object(runner.seed)[0]
         model = unwrapped(runner.model)
         self.phases.check(model)
-        if self._left(runner) > 0 and parts_in_phases(model, 'conv'):
+        if getattr(runner, f'max_{self.unit}s') > self.phases.epoch and parts_in_phases(model, 'conv'):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
             self._build_optimization(runner)
@@ -125,10 +125,6 @@ class PhaseTransitionHook(ChangingHook):
             wrap_again(runner)
             self._build_optimization(runner)
 
-    def _left(self, runner) -> int:
-        """Returns the length of the second phase, in epochs or iterations."""
-        return getattr(runner, f'max_{self.unit}s') - self.phases.epoch
-
     def _build_optimization(self, runner) -> None:
         """Builds optimizer wrapper and schedulers of the second phase; schedulers without an end end with it."""
         config = Config(dict(optim_wrapper=runner.cfg.get('optim_wrapper') or {}))
@@ -136,7 +132,7 @@ class PhaseTransitionHook(ChangingHook):
         schedulers = copy.deepcopy(self.param_scheduler)
         if schedulers is None:
             schedulers = copy.deepcopy(runner.cfg.get('param_scheduler')) if self.phases.epoch == 0 else []
-        left, by_epochs = self._left(runner), self.unit == 'epoch'
+        left, by_epochs = getattr(runner, f'max_{self.unit}s') - self.phases.epoch, self.unit == 'epoch'
         for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers or []:
             if not scheduler.get('by_epoch', True):
                 scheduler.setdefault('end', left * len(runner.train_dataloader) if by_epochs else left)

@@ -224,9 +224,7 @@ def _check_resumable(runner, checkpoint: dict) -> None:
             f'load_from={name} and without --resume'
         )
     if 'ema_state_dict' in checkpoint and not averaged_models(runner):
-        raise ValueError(
-            f'{name} has the averages of an EMAHook in place of the weights that were trained: resume with that hook'
-        )
+        raise ValueError(f'{name} has averages of an EMAHook in place of the trained weights: resume with that hook')
 
 
 @HOOKS.register_module()

@@ -67,9 +67,7 @@ class TwoPhases:
             raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
         unknown = settings.keys() - inspect.signature(check_settings).parameters - {'inputs'}
         if unknown:
-            raise TypeError(
-                f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa, such as alpha'
-            )
+            raise TypeError(f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa')
         self.globs = [layers] if isinstance(layers, str) else layers
         self.seed, self.settings = seed, settings
 

@@ -112,7 +112,7 @@ def ready(runner):
         (['optimizer'], {}, 'no optimizer, which a run needs to resume: resume from {last}, or start from its weights'),
         ([], {'param_scheduler': []}, 'the state of 2 param_schedulers, but the run has 0: give the config that it wa'),
         (['ema_state_dict'], {'custom_hooks': [dict(type='EMAHook')]}, None),  # mmengine says that it starts anew
-        ([], {'average': True}, 'the averages of an EMAHook in place of the weights that were trained: resume with'),
+        ([], {'average': True}, 'averages of an EMAHook in place of the trained weights: resume with'),
         (['param_schedulers'], {'param_scheduler': None}, None),
     ],
 )
