@@ -24,8 +24,7 @@ def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
     """Raises TypeError for arguments that a backbone does not have, as of a config that another one inherits."""
     if unknown:
         raise TypeError(
-            f'{name} has no argument {", ".join(unknown)}: write _delete_=True in backbone if these come from the '
-            'config that this one inherits from'
+            f'{name} has no argument {", ".join(unknown)}: write _delete_=True in backbone if the config inherits them'
         )
 
 

@@ -69,8 +69,7 @@ class PhaseTransitionHook(ChangingHook):
     ):
         if (epoch is None) == (iter is None):
             raise ValueError(
-                f'epoch={epoch!r} and iter={iter!r} of PhaseTransitionHook: give one of them, the number of epochs or '
-                'of iterations of the first phase, 0 for none'
+                f'epoch={epoch!r} and iter={iter!r} of PhaseTransitionHook: give one, the end of the first phase'
             )
         self.unit, given = ('epoch', epoch) if iter is None else ('iter', iter)
         self.times = check_epochs(f'{self.unit}={given!r} of PhaseTransitionHook', [given])

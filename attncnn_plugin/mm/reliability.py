@@ -67,8 +67,7 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
             return str(path)
     if found or last is not None:
         raise FileNotFoundError(
-            f'{last or "last_checkpoint"} is {UNFIT}, and {work_dir} holds no other checkpoint to resume from: start '
-            'anew without --resume'
+            f'{last or "last_checkpoint"} is {UNFIT}, and {work_dir} holds no other one: start anew without --resume'
         )
     return None
 
@@ -250,8 +249,7 @@ class EpochSeedHook(Hook):
         loader, seed = runner.train_dataloader, all_gather_object(runner.seed)[0]
         if loader.persistent_workers:
             raise ValueError(
-                'EpochSeedHook cannot seed the workers of a train_dataloader with persistent_workers=True again: give '
-                'it persistent_workers=False'
+                'EpochSeedHook cannot reseed persistent_workers=True: give train_dataloader persistent_workers=False'
             )
         if getattr(loader.worker_init_fn, 'func', None) is worker_init_fn:
             loader.worker_init_fn = None  # PyTorch seeds workers by the numbers of this process

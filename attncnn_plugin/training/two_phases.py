@@ -126,8 +126,7 @@ class TwoPhases:
         if epoch > self.epoch:
             raise ValueError(
                 f'the model has convolutions at epoch {epoch}, but epoch={self.epoch} of TwoPhases has turned them: '
-                'call follow_with_optimizer(model, optimizer, state_dict) before you load a checkpoint, or give the '
-                'epoch at which they are to turn'
+                'call follow_with_optimizer(model, optimizer, state_dict) before you load, or give a later epoch'
             )
         models = [model, *map(uncompiled, copies)]
         with all_or_nothing(models, optimizers := in_list(optimizer)):

@@ -246,8 +246,7 @@ class Attention:
         if not (self.window and isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
             raise ValueError(
                 f'the relative positions of {self.name} are a {type(self.positions).__name__} without a table of '
-                "biases: a start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or "
-                'an embedding of absolute positions'
+                "biases: a start needs one (BEiT, Swin, timm's rel_pos_type='bias'), rotations, or absolute positions"
             )
         tokens = round(index.numel() ** 0.5)
         return table, index.reshape(tokens, tokens), self.window

@@ -88,7 +88,7 @@ def test_resumed_from_the_one_before(repository, tmp_path, whole):
     again.call_hook('before_run')
     assert warnings[-1] == f'{best} is of another folder, {unfit}: resuming from {before} instead'
     before.unlink()
-    with pytest.raises(FileNotFoundError, match=f'{best} is {unfit}, and {work_dir} holds no other check'):
+    with pytest.raises(FileNotFoundError, match=f'{best} is {unfit}, and {work_dir} holds no other one'):
         build(repository, work_dir, resume=True).call_hook('before_run')
     (work_dir / 'last_checkpoint').unlink()
     with pytest.raises(FileNotFoundError, match=f'last_checkpoint is {unfit}, and {work_dir} holds no other'):
@@ -160,7 +160,7 @@ def test_seeds_of_epochs(repository, tmp_path):
     first, second, again = map(torch.stack, epochs)
     assert torch.equal(first, again) and not torch.equal(first, second)
     config.train_dataloader.persistent_workers = True
-    with pytest.raises(ValueError, match='persistent_workers=True again: give it persistent_workers=False'):
+    with pytest.raises(ValueError, match='persistent_workers=True: give train_dataloader persistent'):
         hook.before_train(ready(Runner.from_cfg(config)))
 
 

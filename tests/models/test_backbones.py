@@ -84,7 +84,7 @@ def test_settings_of_another_backbone(kind, repository, tmp_path):
         if delete:
             assert MODELS.build(config)(torch.rand(2, 3, 32, 32))
             return
-        message = r'\w+ has no argument depth, .*style: write _delete_=True in backbone if these come from the config'
+        message = r'\w+ has no argument depth, .*style: write _delete_=True in backbone if the config inherits them'
         with pytest.raises(TypeError, match=message):
             MODELS.build(config)
 
