@@ -248,9 +248,7 @@ class EpochSeedHook(Hook):
         check_loop(runner, self)
         loader, seed = runner.train_dataloader, all_gather_object(runner.seed)[0]
         if loader.persistent_workers:
-            raise ValueError(
-                'EpochSeedHook cannot reseed persistent_workers=True: give train_dataloader persistent_workers=False'
-            )
+            raise ValueError('EpochSeedHook needs persistent_workers=False in train_dataloader, to seed workers again')
         if getattr(loader.worker_init_fn, 'func', None) is worker_init_fn:
             loader.worker_init_fn = None  # PyTorch seeds workers by the numbers of this process
         for sampler in samplers_of(loader):

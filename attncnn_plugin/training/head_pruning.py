@@ -287,8 +287,7 @@ class PruneHeads:
         for name, number in numbers.items():
             if getattr(found.get(name), 'shape', None) != (number,):
                 raise ValueError(
-                    f'by(model, batches, loss) of PruneHeads gave {shown(found.get(name))} for {name}, but a tensor of '
-                    f'shape ({number},) is needed, a number for each head'
+                    f'by(…) of PruneHeads gave {shown(found.get(name))} for {name}, not a tensor of shape ({number},)'
                 )
         return {name: found[name].double().cpu() for name in numbers}
 

@@ -164,10 +164,7 @@ def _encoding(network: Transformer, attentions: List[Attention]) -> str:
         return 'rotary'
     if network.position is not None:
         return 'absolute'
-    raise ValueError(
-        f'a {network.kind} has no position encoding that is known: neither relative positions of each layer, nor '
-        'rotations, nor a learned embedding of absolute positions'
-    )
+    raise ValueError(f'a {network.kind} has no position encoding that is known: relative, rotary or learned absolute')
 
 
 def _set_shifts(attentions: List[Attention], kernel_size: Sizes, order: str, generator: torch.Generator) -> None:

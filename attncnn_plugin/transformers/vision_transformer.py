@@ -101,8 +101,7 @@ class Transformer:
             try:
                 cosines, sines = self.rope(images)  # of Hugging Face
             except TypeError as error:
-                what = f'the angles of the rotations of a {type(self.rope).__name__}'
-                raise ValueError(f'{what} cannot be read: give a model of timm') from error
+                raise ValueError(f'a {type(self.rope).__name__} has no angles to read: give a model of timm') from error
             embedding = torch.cat([sines, cosines], -1).double()
         if embedding.ndim == 4:  # a layer has angles of its own
             embedding = embedding[layer]

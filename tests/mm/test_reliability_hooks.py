@@ -160,7 +160,7 @@ def test_seeds_of_epochs(repository, tmp_path):
     first, second, again = map(torch.stack, epochs)
     assert torch.equal(first, again) and not torch.equal(first, second)
     config.train_dataloader.persistent_workers = True
-    with pytest.raises(ValueError, match='persistent_workers=True: give train_dataloader persistent'):
+    with pytest.raises(ValueError, match='needs persistent_workers=False in train_dataloader'):
         hook.before_train(ready(Runner.from_cfg(config)))
 
 
