@@ -132,10 +132,7 @@ def _reason(error: Exception, is_whole: bool) -> str:
     message = str(error)
     unsafe_name = re.search(r'GLOBAL (\S+)', message)
     if unsafe_name:
-        return (
-            f'was refused and nothing in it was run: it asks for {unsafe_name[1]}, '
-            'but a checkpoint may hold only tensors and plain data'
-        )
+        return f'was refused and nothing in it was run: it asks for {unsafe_name[1]}, but may hold only plain data'
     if is_whole and isinstance(error, pickle.UnpicklingError):
         reason = message.split('WeightsUnpickler error:')[-1].strip().splitlines()[0]
         return f'was refused and nothing in it was run: {reason}'

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from typing import List, Sequence, Tuple, Union
+from typing import Sequence, Tuple
 
 from mmengine.model import BaseModule
 from mmpretrain.models.utils import to_2tuple
@@ -24,8 +24,7 @@ def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
     """Raises TypeError for arguments that a backbone does not have, as of a config that another one inherits."""
     if unknown:
         raise TypeError(
-            f'{name} has no argument {", ".join(unknown)}: write _delete_=True in backbone if these come from the '
-            'config that this one inherits from'
+            f'{name} has no argument {", ".join(unknown)}: write _delete_=True in backbone if the config inherits them'
         )
 
 
@@ -39,31 +38,29 @@ class GridBackbone:
     frozen_stages = -1  # while the network is being built
     passed_on: Tuple[str, ...]  # arguments that the network has by the same names
 
-    def _build(self, size, options, **network):
-        """Builds the network, and the interface by those options that are not the network's."""
-        own = {name: options.pop(name) for name in self.passed_on if name in options}
-        super().__init__(num_classes=0, **network, **own)
-        self._init_interface(size, **options)
-
-    def _init_interface(
-        self, img_size, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, **unknown
+    def _build(
+        self, size, network, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, **own
     ):
-        refuse_unknown(type(self).__name__, list(unknown))
-        self.img_size = to_2tuple(img_size)
+        """Builds the network, and the interface by those options that are not the network's."""
+        refuse_unknown(type(self).__name__, [name for name in own if name not in self.passed_on])
+        super().__init__(num_classes=0, **network, **own)
+        self.img_size = to_2tuple(size)
         self.init_cfg = copy.deepcopy(init_cfg)
         self.num_layers = len(self.blocks)
         self.embed_dims = self.num_features
         del self.num_classes  # of timm: ClassNumCheckHook wants that of every module to be the data set's
         self.featmap = Permute([0, 3, 1, 2])
-        self.out_indices = self._resolve_out_indices(out_indices)
+        number, indices = self.num_layers, [out_indices] if isinstance(out_indices, int) else out_indices
+        valid = isinstance(indices, Sequence) and all(type(i) is int and -number <= i < number for i in indices)
+        if not valid or not 0 < len({i % number for i in indices}) == len(indices):
+            raise ValueError(f'out_indices={out_indices!r} must name different blocks, from {-number} to {number - 1}')
+        self.out_indices = [i % number for i in indices]
         self.grad_checkpointing = with_cp
 
         check_choice('out_type', out_type, ('featmap', 'avg_featmap'))
         self.out_type = out_type
         if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
-            raise ValueError(
-                f'`frozen_stages` {frozen_stages} must be 0 to {self.num_layers} blocks beside the stem, or -1'
-            )
+            raise ValueError(f'frozen_stages={frozen_stages!r} must be -1, or from 0 to {self.num_layers} blocks')
         self.frozen_stages = frozen_stages
         self._freeze_stages()
         self.register_load_state_dict_post_hook(record_new_parameters)
@@ -95,15 +92,6 @@ class GridBackbone:
         if param_name.startswith(prefix) and part == 'blocks':
             return int(rest[0]) + 1, num_layers
         return num_layers - 1, num_layers
-
-    def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
-        number, indices = self.num_layers, [out_indices] if isinstance(out_indices, int) else out_indices
-        valid = isinstance(indices, Sequence) and all(type(i) is int and -number <= i < number for i in indices)
-        if not valid or not 0 < len({i % number for i in indices}) == len(indices):
-            raise ValueError(
-                f'out_indices={out_indices!r} must name different blocks by numbers from {-number} to {number - 1}'
-            )
-        return [i % number for i in indices]
 
     def _freeze_stages(self) -> None:
         """Stops the gradient of the stem and of the first blocks, in eval mode; of the norm after all of them too."""
@@ -182,7 +170,7 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseModule):
             raise ValueError(f'arch={arch!r} must be one of {[*self.arch_zoo]}, or a dict with the keys {[*names]}')
         network = {names[key]: value for key, value in settings.items()}
         network.update(attn_layer=self.attn_layer, in_chans=in_channels, proj_drop_rate=drop_rate)
-        self._build(img_size, options, **network)
+        self._build(img_size, network, **options)
 
 
 @MODELS.register_module()
@@ -252,4 +240,4 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseModule):
 
     def __init__(self, img_size=224, in_channels=3, num_layers=6, feedforward_channels=None, **options) -> None:
         network = dict(img_size=img_size, in_chans=in_channels, depth=num_layers, mlp_dim=feedforward_channels)
-        self._build(img_size, options, **network)
+        self._build(img_size, network, **options)

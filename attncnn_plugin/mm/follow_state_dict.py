@@ -58,8 +58,7 @@ class ChangingHook(FollowStateDictHook):
         check_loop(runner, self, self.unit)
         if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
             raise TypeError(
-                f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
-                'use MMDistributedDataParallel'
+                f'parameters in {type(runner.model).__name__} cannot be replaced: use MMDistributedDataParallel'
             )
         self._warn_of_end(runner, getattr(runner, f'max_{self.unit}s'))
 

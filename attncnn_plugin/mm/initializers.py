@@ -23,8 +23,7 @@ class _LastInitializer:
             types = [config['type'] for config in configs]
             if 'Pretrained' in types or PretrainedInit in types:
                 raise ValueError(
-                    f'init_cfg of {type(module).__name__} has Pretrained beside {name}, whose start would be lost, '
-                    'since mmengine loads a checkpoint last: leave out one of the two'
+                    f'init_cfg of {type(module).__name__} has Pretrained beside {name}, whose start is lost: drop one'
                 )
             if types and types[-1] not in (name, type(self)):
                 raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after {name}: put that last')

@@ -11,15 +11,7 @@ from mmpretrain.registry import HOOKS
 from ..training import TwoPhases, parts_in_phases
 from ..training.loops import check_epochs
 from .follow_state_dict import ChangingHook
-from .runner import (
-    add_scalars,
-    averaged_models,
-    follow_checkpoint,
-    is_resumed,
-    make_groups_plain,
-    unwrapped,
-    wrap_again,
-)
+from .runner import add_scalars, averaged_models, follow_checkpoint, make_groups_plain, unwrapped, wrap_again
 
 
 @HOOKS.register_module()
@@ -77,8 +69,7 @@ class PhaseTransitionHook(ChangingHook):
     ):
         if (epoch is None) == (iter is None):
             raise ValueError(
-                f'epoch={epoch!r} and iter={iter!r} of PhaseTransitionHook: give one of them, the number of epochs or '
-                'of iterations of the first phase, 0 for none'
+                f'epoch={epoch!r} and iter={iter!r} of PhaseTransitionHook: give one, the end of the first phase'
             )
         self.unit, given = ('epoch', epoch) if iter is None else ('iter', iter)
         self.times = check_epochs(f'{self.unit}={given!r} of PhaseTransitionHook', [given])
@@ -99,7 +90,7 @@ class PhaseTransitionHook(ChangingHook):
         self.phases.seed = all_gather_object(runner.seed)[0]
         model = unwrapped(runner.model)
         self.phases.check(model)
-        if self._left(runner) > 0 and parts_in_phases(model, 'conv'):
+        if getattr(runner, f'max_{self.unit}s') > self.phases.epoch and parts_in_phases(model, 'conv'):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
             self._build_optimization(runner)
@@ -128,14 +119,10 @@ class PhaseTransitionHook(ChangingHook):
         """Brings a run that resumes a checkpoint of the second phase to that phase: model, optimizer, schedulers."""
         follow_checkpoint(runner, checkpoint)
         is_attention = not parts_in_phases(unwrapped(runner.model), 'conv')
-        if is_attention and is_resumed(runner) and isinstance(runner.optim_wrapper, OptimWrapper):
+        if is_attention and runner._resume and isinstance(runner.optim_wrapper, OptimWrapper):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             wrap_again(runner)
             self._build_optimization(runner)
-
-    def _left(self, runner) -> int:
-        """Returns the length of the second phase, in epochs or iterations."""
-        return getattr(runner, f'max_{self.unit}s') - self.phases.epoch
 
     def _build_optimization(self, runner) -> None:
         """Builds optimizer wrapper and schedulers of the second phase; schedulers without an end end with it."""
@@ -144,7 +131,7 @@ class PhaseTransitionHook(ChangingHook):
         schedulers = copy.deepcopy(self.param_scheduler)
         if schedulers is None:
             schedulers = copy.deepcopy(runner.cfg.get('param_scheduler')) if self.phases.epoch == 0 else []
-        left, by_epochs = self._left(runner), self.unit == 'epoch'
+        left, by_epochs = getattr(runner, f'max_{self.unit}s') - self.phases.epoch, self.unit == 'epoch'
         for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers or []:
             if not scheduler.get('by_epoch', True):
                 scheduler.setdefault('end', left * len(runner.train_dataloader) if by_epochs else left)

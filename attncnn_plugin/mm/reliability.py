@@ -14,7 +14,7 @@ from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
 
 from ..checkpoint_files import load_from_local
-from .runner import averaged_models, check_loop, checkpoint_to_load, is_resumed, samplers_of, seed_epoch
+from .runner import averaged_models, check_loop, samplers_of, seed_epoch
 
 UNFIT = 'missing, damaged or without an optimizer'
 
@@ -67,8 +67,7 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
             return str(path)
     if found or last is not None:
         raise FileNotFoundError(
-            f'{last or "last_checkpoint"} is {UNFIT}, and {work_dir} holds no other checkpoint to resume from: start '
-            'anew without --resume'
+            f'{last or "last_checkpoint"} is {UNFIT}, and {work_dir} holds no other one: start anew without --resume'
         )
     return None
 
@@ -106,8 +105,8 @@ class AtomicCheckpointHook(CheckpointHook):
             ValueError: A checkpoint to resume from does not restore optimizers, schedulers and weights. Hardly any
                 weight has the name and the shape of one of the model; mmengine would only warn.
         """
-        name = checkpoint_to_load(runner)
-        if is_resumed(runner) and name is None:
+        name = runner._load_from
+        if runner._resume and name is None:
             last = find_latest_checkpoint(runner.work_dir)
             name = find_whole_checkpoint(runner.work_dir, self.out_dir)
             if name and os.path.realpath(name) != os.path.realpath(last or ''):
@@ -137,11 +136,11 @@ class AtomicCheckpointHook(CheckpointHook):
         """
         _check_resumable(runner, checkpoint)
         theirs, ours = checkpoint.get('param_schedulers') or (), runner.param_schedulers
-        if not is_resumed(runner) or ours is None:  # mmengine warns of None
+        if not runner._resume or ours is None:  # mmengine warns of None
             return
         if len(theirs) != len(ours):
             raise ValueError(
-                f'{checkpoint_to_load(runner)} has the state of {len(theirs)} param_schedulers, but the run has '
+                f'{runner._load_from} has the state of {len(theirs)} param_schedulers, but the run has '
                 f'{len(ours)}: give the config that it was trained with'
             )
         for own, state in zip(ours, theirs) if isinstance(ours, list) else ():
@@ -208,9 +207,9 @@ def _named_in(hub) -> Dict[str, str]:
 
 def _check_resumable(runner, checkpoint: dict) -> None:
     """Raises ``ValueError`` where a run that resumes a checkpoint would go on without something that it had."""
-    if not is_resumed(runner):
+    if not runner._resume:
         return
-    name = checkpoint_to_load(runner)
+    name = runner._load_from
     parts = ['meta', 'message_hub', 'optimizer', *(['param_schedulers'] if runner.param_schedulers else [])]
     missing = [part for part in parts if part not in checkpoint]
     if missing:
@@ -224,9 +223,7 @@ def _check_resumable(runner, checkpoint: dict) -> None:
             f'load_from={name} and without --resume'
         )
     if 'ema_state_dict' in checkpoint and not averaged_models(runner):
-        raise ValueError(
-            f'{name} has the averages of an EMAHook in place of the weights that were trained: resume with that hook'
-        )
+        raise ValueError(f'{name} has averages of an EMAHook in place of the trained weights: resume with that hook')
 
 
 @HOOKS.register_module()
@@ -251,10 +248,7 @@ class EpochSeedHook(Hook):
         check_loop(runner, self)
         loader, seed = runner.train_dataloader, all_gather_object(runner.seed)[0]
         if loader.persistent_workers:
-            raise ValueError(
-                'EpochSeedHook cannot seed the workers of a train_dataloader with persistent_workers=True again: give '
-                'it persistent_workers=False'
-            )
+            raise ValueError('EpochSeedHook needs persistent_workers=False in train_dataloader, to seed workers again')
         if getattr(loader.worker_init_fn, 'func', None) is worker_init_fn:
             loader.worker_init_fn = None  # PyTorch seeds workers by the numbers of this process
         for sampler in samplers_of(loader):
@@ -279,7 +273,7 @@ class ResumedValidationHook(Hook):
     def before_train(self, runner) -> None:
         """Runs the validation if the last epoch had one."""
         loop, epoch = runner.train_loop, runner.epoch
-        if not isinstance(loop, EpochBasedTrainLoop) or runner.val_loop is None or not is_resumed(runner):
+        if not isinstance(loop, EpochBasedTrainLoop) or runner.val_loop is None or not runner._resume:
             return
         # After the last epoch the loop has nothing left to do, and does not validate.
         if epoch >= max(loop.val_begin, 1) and (epoch % loop.val_interval == 0 or epoch == loop.max_epochs):

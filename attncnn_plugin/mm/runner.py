@@ -1,9 +1,9 @@
-"""Glue to mmengine's runner: all that the hooks need of its private functions, and what they have in common."""
+"""Glue to mmengine's runner: what the hooks have in common."""
 
 import copy
 import gc
 import itertools
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Tuple, Union
 
 import numpy as np
 from mmengine.dist import get_rank, master_only
@@ -19,16 +19,6 @@ from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
 
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
-
-
-def is_resumed(runner: Runner) -> bool:
-    """Returns True if the run was told to resume a checkpoint with its optimizer and its schedule."""
-    return runner._resume
-
-
-def checkpoint_to_load(runner: Runner) -> Optional[str]:
-    """Returns the checkpoint that the run is told to load or to resume from; None where none is named."""
-    return runner._load_from
 
 
 def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:

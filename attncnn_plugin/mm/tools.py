@@ -26,10 +26,7 @@ def config_problem() -> Optional[str]:
     try:
         get_installed_path('mmpretrain')
     except ModuleNotFoundError as error:
-        return (
-            f'mmengine cannot find the configs of packages ({error}; setuptools has it up to version 81): '
-            'pip install "setuptools<82"'
-        )
+        return f'mmengine cannot find the configs of packages ({error}): pip install "setuptools<82"'
     return None
 
 

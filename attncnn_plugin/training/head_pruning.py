@@ -176,10 +176,7 @@ class PruneHeads:
     @property
     def nothing(self) -> str:
         """What is missing in a model without heads to prune, in words."""
-        return (
-            f'no attention with layers={self.chosen!r} in the model, such as SAQuadratic or VisionTransformer: '
-            'there are no heads to prune'
-        )
+        return f'no attention with layers={self.chosen!r} in the model: give others, or a model with attention'
 
     def judge(self, model: nn.Module) -> JudgedHeads:
         """Judges the heads of the layers. In distributed training by the batches of all ranks.
@@ -290,8 +287,7 @@ class PruneHeads:
         for name, number in numbers.items():
             if getattr(found.get(name), 'shape', None) != (number,):
                 raise ValueError(
-                    f'by(model, batches, loss) of PruneHeads gave {shown(found.get(name))} for {name}, but a tensor of '
-                    f'shape ({number},) is needed, a number for each head'
+                    f'by(…) of PruneHeads gave {shown(found.get(name))} for {name}, not a tensor of shape ({number},)'
                 )
         return {name: found[name].double().cpu() for name in numbers}
 
@@ -337,13 +333,11 @@ def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
     logits = getattr(output, 'logits', output)  # of Hugging Face
     if not isinstance(logits, Tensor):
         raise ValueError(
-            f'the cross-entropy needs a model with logits, not a {type(model).__name__}: give another loss, or other '
-            'criteria than importance'
+            f'the cross-entropy needs a model with logits, not a {type(model).__name__}: give another loss, or criteria'
         )
     if labels.max() >= (classes := logits.shape[1]):
         raise ValueError(
-            f'label {labels.max()} is none of the {classes} classes of the model, 0 to {classes - 1}; of a folder of '
-            'images each subfolder is a class'
+            f'label {labels.max()} is none of the classes 0 to {classes - 1}; each subfolder of images is one'
         )
     return cross_entropy(logits, labels.to(like.device))
 

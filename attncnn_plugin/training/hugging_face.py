@@ -43,7 +43,6 @@ class EpochCallback(TrainerCallback):
         for part in parts:
             part.check(trainer.model)
         self.parts, self.copies = parts, list(copies)
-        self.epoch: Optional[int] = None  # the last that has begun in this run
         self.follows = follow_as_it_loads(trainer.model, trainer.create_optimizer())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +65,7 @@ class EpochCallback(TrainerCallback):
                 f'the optimizer does not fit the {name} ({error}): to resume a model of transformers, give the Trainer '
                 'load_hugging_face(checkpoint); to resume with this optimizer, leave out the EpochCallback'
             ) from error
-        self.epoch = None
+        self.epoch: Optional[int] = None  # the last that has begun in this run
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leaves the model as any other: it no longer takes the structure of what it loads."""

@@ -32,9 +32,7 @@ class EpochCallback(Callback):
 
     def __init__(self, *parts: Union[TwoPhases, PruneHeads]) -> None:
         self.parts = parts
-        self.names: List[List[List[Optional[str]]]] = []  # None for parameters of others
         self.follows: List[RemovableHandle] = []
-        self.epoch: Optional[int] = None  # that has begun
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Checks the module, before a checkpoint is loaded into it.
@@ -44,7 +42,8 @@ class EpochCallback(Callback):
             ValueError: A part cannot do what it is told.
         """
         check_one_device(trainer.world_size)
-        self.names, self.epoch = [], None  # not of an earlier fit
+        self.names: List[List[List[Optional[str]]]] = []  # None for parameters of others; not of an earlier fit
+        self.epoch: Optional[int] = None  # that has begun
         for part in self.parts:
             part.check(pl_module)
         self.teardown()

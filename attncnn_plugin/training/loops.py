@@ -43,8 +43,7 @@ def check_one_device(number: int) -> None:
     """
     if number > 1:
         raise TypeError(
-            f'the trainer has {number} devices, and wraps the model for them once: train each phase in a run of its '
-            'own, or in a loop of your own'
+            f'the trainer has {number} devices, and wraps the model once: use a run per phase, or a loop of your own'
         )
 
 

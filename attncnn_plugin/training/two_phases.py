@@ -67,9 +67,7 @@ class TwoPhases:
             raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
         unknown = settings.keys() - inspect.signature(check_settings).parameters - {'inputs'}
         if unknown:
-            raise TypeError(
-                f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa, such as alpha'
-            )
+            raise TypeError(f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa')
         self.globs = [layers] if isinstance(layers, str) else layers
         self.seed, self.settings = seed, settings
 
@@ -128,8 +126,7 @@ class TwoPhases:
         if epoch > self.epoch:
             raise ValueError(
                 f'the model has convolutions at epoch {epoch}, but epoch={self.epoch} of TwoPhases has turned them: '
-                'call follow_with_optimizer(model, optimizer, state_dict) before you load a checkpoint, or give the '
-                'epoch at which they are to turn'
+                'call follow_with_optimizer(model, optimizer, state_dict) before you load, or give a later epoch'
             )
         models = [model, *map(uncompiled, copies)]
         with all_or_nothing(models, optimizers := in_list(optimizer)):

@@ -30,8 +30,7 @@ def set_mimetic_values(attentions: List[Attention], generator: torch.Generator) 
     for attention in attentions:
         weight, width = attention.weight('v'), attention.width  # (N_h, d, D)
         if weight.flatten(0, 1).shape[0] != width:
-            have = f'the heads of {attention.name} must have {width} channels together'
-            raise ValueError(f"{have}, as a token: use method='gaussian'")
+            raise ValueError(f"the heads of {attention.name} need {width} channels together: use method='gaussian'")
         ((values,), (outputs,)) = factors(VALUE_OUTPUT * _noise(1, width, generator, -1), width)
         attention.set_maps('v', values.reshape(weight.shape))
         attention.output.weight.data.copy_(outputs.T)

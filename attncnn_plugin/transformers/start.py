@@ -1,12 +1,12 @@
 """A vision transformer that starts as a convolution."""
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.window import check_choice, per_axis, shown
+from ..attention.window import Sizes, check_choice, per_axis, shown
 from ..change import all_or_nothing, table
 from ..heads.places import Places, cells
 from ..heads.seen import watching
@@ -15,7 +15,6 @@ from .gaussian import STARTS
 from .mimetic import start_mimetic
 from .vision_transformer import KNOWN, Attention, Transformer, find_attention, find_transformer
 
-Kernel = Union[int, Sequence[int]]
 METHODS = ('gaussian', 'mimetic')
 SHIFTS = ('ordered', 'random')
 MOST_ELSEWHERE = 0.5  # of the attention of a Gaussian head: then it does not look where it was asked to
@@ -75,7 +74,7 @@ class ConvolutionalStart(NamedTuple):
 @torch.no_grad()
 def init_as_convolution(
     model: nn.Module,
-    kernel_size: Kernel = 3,
+    kernel_size: Sizes = 3,
     method: str = 'gaussian',
     alpha: float = 2.0,
     seed: int = 0,
@@ -165,13 +164,10 @@ def _encoding(network: Transformer, attentions: List[Attention]) -> str:
         return 'rotary'
     if network.position is not None:
         return 'absolute'
-    raise ValueError(
-        f'a {network.kind} has no position encoding that is known: neither relative positions of each layer, nor '
-        'rotations, nor a learned embedding of absolute positions'
-    )
+    raise ValueError(f'a {network.kind} has no position encoding that is known: relative, rotary or learned absolute')
 
 
-def _set_shifts(attentions: List[Attention], kernel_size: Kernel, order: str, generator: torch.Generator) -> None:
+def _set_shifts(attentions: List[Attention], kernel_size: Sizes, order: str, generator: torch.Generator) -> None:
     """Gives each head a position of the kernel, in the order of ``init_as_convolution`` or at random."""
     sizes = per_axis('kernel_size', kernel_size, 2)
     # As those of a convolution with padding 'same'.

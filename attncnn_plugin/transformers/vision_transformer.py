@@ -101,8 +101,7 @@ class Transformer:
             try:
                 cosines, sines = self.rope(images)  # of Hugging Face
             except TypeError as error:
-                what = f'the angles of the rotations of a {type(self.rope).__name__}'
-                raise ValueError(f'{what} cannot be read: give a model of timm') from error
+                raise ValueError(f'a {type(self.rope).__name__} has no angles to read: give a model of timm') from error
             embedding = torch.cat([sines, cosines], -1).double()
         if embedding.ndim == 4:  # a layer has angles of its own
             embedding = embedding[layer]
@@ -246,8 +245,7 @@ class Attention:
         if not (self.window and isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
             raise ValueError(
                 f'the relative positions of {self.name} are a {type(self.positions).__name__} without a table of '
-                "biases: a start needs such a table (BEiT, Swin, vit_relpos_* with rel_pos_type='bias'), rotations, or "
-                'an embedding of absolute positions'
+                "biases: a start needs one (BEiT, Swin, timm's rel_pos_type='bias'), rotations, or absolute positions"
             )
         tokens = round(index.numel() ** 0.5)
         return table, index.reshape(tokens, tokens), self.window
@@ -290,12 +288,9 @@ def find_attention(network: Transformer) -> List[Attention]:
     if not found:
         raise ValueError(f'model is a {network.kind} whose blocks have no such attention: {KNOWN}')
     for own in found:
-        reason = ''
+        what = f'{own.name} is a {type(own.module).__name__} that cannot start as a convolution:'
         if not isinstance(getattr(own.module, 'q_norm', None), (nn.Identity, type(None))):
-            reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
-        elif not own.has_own_maps:
-            reason = 'its heads share queries, keys or values, or have no weights of their own there'
-        if reason:
-            what = f'{own.name} is a {type(own.module).__name__}'
-            raise ValueError(f'{what} that cannot start as a convolution: {reason}')
+            raise ValueError(f'{what} it normalizes queries and keys, which then have no scale: give qk_norm=False')
+        if not own.has_own_maps:
+            raise ValueError(f'{what} its heads share queries, keys or values, or have no weights of their own there')
     return found

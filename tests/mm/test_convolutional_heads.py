@@ -148,5 +148,5 @@ def test_refusals():
         built(VIT, init_cfg=[dict(type='ConvolutionalHeads', kernel=3)]).init_weights()
     with pytest.raises(ValueError, match='has TruncNormal after ConvolutionalHeads: put that last'):
         built(VIT, init_cfg=[START, DRAWN]).init_weights()
-    with pytest.raises(ValueError, match='the angles of the rotations of a RotaryEmbeddingFast cannot be read'):
+    with pytest.raises(ValueError, match='a RotaryEmbeddingFast has no angles to read'):
         built(dict(type='ViTEVA02', arch='tiny', img_size=28), init_cfg=[START]).init_weights()

@@ -126,7 +126,7 @@ def test_pooled_twice_or_never(out_type, parts, said):
         ('PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 of PhaseTransitionHook must be'),
         ('PhaseTransitionHook', dict(iter='3'), "iter='3' of PhaseTransitionHook must be whole numbers"),
         ('PhaseTransitionHook', dict(epoch=[1, 2]), r'epoch=\[1, 2\] of PhaseTransitionHook must be whole'),
-        ('PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
+        ('PhaseTransitionHook', {}, 'PhaseTransitionHook: give one, the end of'),
         ('PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
         ('HeadPruningHook', dict(epochs=[-1]), r'epoch=\[-1\] of PruneHeads must be whole numbers, counted'),
         ('HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),

@@ -88,7 +88,7 @@ def test_resumed_from_the_one_before(repository, tmp_path, whole):
     again.call_hook('before_run')
     assert warnings[-1] == f'{best} is of another folder, {unfit}: resuming from {before} instead'
     before.unlink()
-    with pytest.raises(FileNotFoundError, match=f'{best} is {unfit}, and {work_dir} holds no other check'):
+    with pytest.raises(FileNotFoundError, match=f'{best} is {unfit}, and {work_dir} holds no other one'):
         build(repository, work_dir, resume=True).call_hook('before_run')
     (work_dir / 'last_checkpoint').unlink()
     with pytest.raises(FileNotFoundError, match=f'last_checkpoint is {unfit}, and {work_dir} holds no other'):
@@ -112,7 +112,7 @@ def ready(runner):
         (['optimizer'], {}, 'no optimizer, which a run needs to resume: resume from {last}, or start from its weights'),
         ([], {'param_scheduler': []}, 'the state of 2 param_schedulers, but the run has 0: give the config that it wa'),
         (['ema_state_dict'], {'custom_hooks': [dict(type='EMAHook')]}, None),  # mmengine says that it starts anew
-        ([], {'average': True}, 'the averages of an EMAHook in place of the weights that were trained: resume with'),
+        ([], {'average': True}, 'averages of an EMAHook in place of the trained weights: resume with'),
         (['param_schedulers'], {'param_scheduler': None}, None),
     ],
 )
@@ -160,7 +160,7 @@ def test_seeds_of_epochs(repository, tmp_path):
     first, second, again = map(torch.stack, epochs)
     assert torch.equal(first, again) and not torch.equal(first, second)
     config.train_dataloader.persistent_workers = True
-    with pytest.raises(ValueError, match='persistent_workers=True again: give it persistent_workers=False'):
+    with pytest.raises(ValueError, match='needs persistent_workers=False in train_dataloader'):
         hook.before_train(ready(Runner.from_cfg(config)))
 
 

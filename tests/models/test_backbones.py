@@ -84,7 +84,7 @@ def test_settings_of_another_backbone(kind, repository, tmp_path):
         if delete:
             assert MODELS.build(config)(torch.rand(2, 3, 32, 32))
             return
-        message = r'\w+ has no argument depth, .*style: write _delete_=True in backbone if these come from the config'
+        message = r'\w+ has no argument depth, .*style: write _delete_=True in backbone if the config inherits them'
         with pytest.raises(TypeError, match=message):
             MODELS.build(config)
 
@@ -110,13 +110,13 @@ def test_named_architectures():
         (dict(arch='huge'), "arch='huge' must be one of .*'base-16heads', 'tiny'"),
         (dict(arch=dict(embed_dims=8)), r"arch=\{'embed_dims': 8\} must be one of .*\['embed_dims'"),
         (dict(out_type='cls_token'), "out_type='cls_token' is unknown: choose one of"),
-        (dict(out_indices=2), 'out_indices=2 must name different blocks by numbers from -2 to 1'),
+        (dict(out_indices=2), 'out_indices=2 must name different blocks, from -2 to 1'),
         (dict(out_indices=(-3,)), r'out_indices=\(-3,\) must name'),
         (dict(out_indices=(1, -1)), r'out_indices=\(1, -1\) must name'),
         (dict(out_indices=(0.5,)), r'out_indices=\(0.5,\) must name'),
         (dict(out_indices=()), r'out_indices=\(\) must name'),
         (dict(out_indices='01'), "out_indices='01' must name"),
-        (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
+        (dict(frozen_stages=3), 'frozen_stages=3 must be'),
     ],
 )
 def test_errors(kwargs, message):

@@ -186,7 +186,7 @@ def test_refused_by_the_callback(data, tmp_path):
     with pytest.raises(ValueError, match='has a model_init, which builds another model later: give it a model'):
         callback(trainer)
     trainer.args._n_gpu = 2
-    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once: train each'):
+    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model once: use a run'):
         callback(trainer)
 
 
@@ -235,7 +235,7 @@ def test_lightning_on_several_devices():
     pytest.importorskip('lightning')
     from attncnn_plugin.training.lightning import EpochCallback
 
-    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once'):
+    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model once'):
         EpochCallback(TwoPhases(epoch=1)).setup(SimpleNamespace(world_size=2, callbacks=[]), network(), 'fit')
 
 

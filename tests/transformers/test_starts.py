@@ -311,7 +311,7 @@ def test_attention_that_does_not_run():
 def test_values_of_heads_that_are_too_narrow():
     model = small_vit(embed_dim=32, num_heads=2)
     model.blocks[1].attn.qkv, model.blocks[1].attn.proj = nn.Linear(32, 72).double(), nn.Linear(24, 32).double()
-    with pytest.raises(ValueError, match='the heads of blocks.1.attn must have 32 channels together, as a token'):
+    with pytest.raises(ValueError, match='the heads of blocks.1.attn need 32 channels together'):
         init_as_convolution(model, method='mimetic')
 
 
@@ -357,7 +357,7 @@ def test_the_class_token_at_the_border(alpha, share):
             dict(grid_size=None, img_size=None),
             'does not say for which grid it is: build it with an',
         ),
-        (VIT, '', dict(pos_embed=None), 'a VisionTransformer has no position encoding that is known: neither'),
+        (VIT, '', dict(pos_embed=None), 'a VisionTransformer has no position encoding that is known: relative'),
     ],
 )
 def test_models_without_what_a_start_needs(name, part, change, message):
