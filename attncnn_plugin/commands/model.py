@@ -230,7 +230,7 @@ def load(args: Namespace) -> LoadedModel:
     """Returns the model that the options name."""
     torch.manual_seed(getattr(args, 'seed', 0))  # of random weights and images, and of keys that loading makes
     if args.timm:
-        loaded = TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs))
+        loaded = TimmModel(args.timm, args.checkpoint, args.pretrained, **parsed(ParseKwargs, args.model_kwargs))
         if not (args.pretrained or args.checkpoint or args.verb == 'start'):
             print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
         return loaded
@@ -257,21 +257,15 @@ class TimmModel(LoadedModel):
         checkpoint (str, optional): Its weights. Defaults to None.
         pretrained (bool): Whether to take timm's pretrained weights. Defaults to False. Without these and without a
             checkpoint the weights are random.
-        settings (dict, optional): Of ``timm.create_model``, such as ``num_classes``.
+        settings: Of ``timm.create_model``, such as ``num_classes``.
 
     Raises:
         FileNotFoundError: No such checkpoint.
         ValueError: No such model, or the checkpoint does not fit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        checkpoint: Optional[str] = None,
-        pretrained: bool = False,
-        settings: Optional[Dict[str, Any]] = None,
-    ) -> None:
-        self.name, settings = name, settings or {}
+    def __init__(self, name: str, checkpoint: Optional[str] = None, pretrained: bool = False, **settings: Any) -> None:
+        self.name = name
         try:
             self.model = timm.create_model(name, pretrained=pretrained, **settings).eval()
         except RuntimeError as error:

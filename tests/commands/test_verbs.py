@@ -57,7 +57,7 @@ def done(command):
 
 
 def loaded_model():
-    return TimmModel('vit_tiny_patch16_224', 'vit.pth', settings=SMALL)
+    return TimmModel('vit_tiny_patch16_224', 'vit.pth', **SMALL)
 
 
 def test_maps(done):
