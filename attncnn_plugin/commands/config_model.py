@@ -118,8 +118,6 @@ class ConfigModel(LoadedModel):
         try:
             load = loader or LoadImageFromFile(color_type='grayscale' if self.is_grey else 'color')
             image = load(dict(img_path=path))['img']
-        except FileNotFoundError:
-            raise
         except Exception as error:  # of any decoder
             raise ValueError(f'{path} cannot be read as an image ({error}): give a file such as PNG or JPEG') from error
         if not self.is_grey and not self._blue_first:
