@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from textwrap import shorten
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import timm
@@ -50,16 +50,12 @@ class LoadedModel:
         name (str): Its name in timm, its folder, or its config.
         model (nn.Module): The model.
         shape (tuple[int, int, int] | None): Channels, height and width of an image; None where it does not say.
+        transform (Callable): From an image of PIL to the model's input, ``(C, H, W)``.
+        mean, std (Sequence[float]): With which the transform normalizes channels.
         meta (dict): What an mmengine checkpoint says of its training.
         num_tests (int): Number of images in its test set.
     """
 
-    name: str
-    model: Any
-    shape: Optional[Tuple[int, int, int]]
-    transform: Callable[[Image.Image], Tensor]
-    mean: Sequence[float]
-    std: Sequence[float]
     meta: Dict[str, Any] = {}
     num_tests = 0
 
