@@ -94,16 +94,15 @@ class LoadedModel:
         read = bar_of(chosen, 'images')
         return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in read]
 
-    def inputs(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
-        """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
-        return stacked(self.images(paths, number))
-
     def inputs_for_means(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
-        """Returns :meth:`inputs`; any one image where none are given and all attention is by position."""
+        """Returns the inputs of :meth:`images`, ``(B, C, H, W)``.
+
+        It is any one image where none are given and all attention is by position.
+        """
         layers = attention_layers(self.model).values()
         if paths is None and self.shape and layers and not any(own.depends_on_content for own in layers):
             return torch.zeros(1, *self.shape)
-        return self.inputs(paths, number)
+        return stacked(self.images(paths, number))
 
     def example(self) -> Optional[Tensor]:
         """Returns an image of random numbers, where the model says its size."""

@@ -11,6 +11,7 @@ from mmpretrain import get_model
 from PIL import Image
 
 from attncnn_plugin.commands.config_model import ConfigModel
+from attncnn_plugin.commands.model import stacked
 
 MEAN, STD = [120, 110, 100], [60, 61, 62]
 
@@ -67,7 +68,7 @@ def test_files_are_read_as_the_test_set_reads_them(folder):
     assert [image.name for image in tests + files] == ['test image 0', 'test image 2', 'test image 4', '0.png', '3.png']
     assert [image.label for image in tests + files] == [None] * 3 + [0, 1]
     assert all(torch.equal(image.tensor, images[2 * i]) for i, image in enumerate(tests))
-    assert torch.equal(loaded.inputs([str(folder / 'data')], 2), torch.stack([images[0], images[3]]))
+    assert torch.equal(stacked(loaded.images([str(folder / 'data')], 2)), torch.stack([images[0], images[3]]))
     expected = (photo(1) - np.array(MEAN)) / np.array(STD)
     assert np.allclose(images[1].permute(1, 2, 0).numpy(), expected, atol=1e-5)
 

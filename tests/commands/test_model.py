@@ -75,7 +75,7 @@ def test_checkpoints_of_the_training_script(name):
     content = dict(arch=name, args=Namespace(lr=0.1), state_dict_ema=model.state_dict(), state_dict={})
     torch.save(content, 'model.pth.tar')
     loaded = TimmModel(name, 'model.pth.tar', **OF_TIMM[name])
-    images = loaded.inputs(['images'], 2)
+    images = stacked(loaded.images(['images'], 2))
     assert images.shape[2:] == (32, 32) and torch.equal(loaded.model(images), model(images))
     message = r'does not fit .*: .* torch.Size\(\[5, .* torch.Size\(\[7, .*; give .* --model-kwargs num_classes='
     with pytest.raises(ValueError, match=message) as error:
