@@ -25,7 +25,7 @@ from ..pruning.criteria import relative_entropy_of_maps
 from .recorder import Call, attention_layers, no_attention, observe
 
 BATCH_SIZE = 4  # images in a pass
-CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
+CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32, or those of a single image
 
 Grid = Tuple[int, int]
 
@@ -165,12 +165,11 @@ def maps_of_layers(
     for name, own in own_layers.items():
         if any(hasattr(parameter, 'full_tensor') for parameter in own.parameters()):
             raise ValueError(f'{name} has parameters that are DTensors, as by fully_shard: give a model that is whole')
-    seen: Dict[str, Tuple[Any, Any]] = {}
-    means: Dict[Tuple[str, str], MeanAttention] = {}
     if images is not None:
         seen, means = _seen_on_images(model, images, parts, layers, call)
-    for name, own in own_layers.items() if images is None else ():
-        seen[name] = own, per_axis('size', size, 2)  # type: ignore[arg-type]
+    else:
+        grid = per_axis('size', size, 2)  # type: ignore[arg-type]
+        seen, means = {name: (own, grid) for name, own in own_layers.items()}, {}
     for name, (layer, grid) in seen.items():
         for part in parts if layer is None or layer.depends_on_content else parts[:1]:
             if layer is not None and is_of_position(layer, part):
@@ -200,9 +199,10 @@ def _seen_on_images(
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
         seen[name] = layer, layer.grid_of(x)
+        number = max(1, CHUNK_ELEMENTS // (layer.num_heads * math.prod(seen[name][1]) ** 2))
         for part in parts:
             scores_of = layer.position_scores if part == 'position' else layer.attention_scores
-            for some in few_images(layer, x) if not is_of_position(layer, part) else ():
+            for some in x.split(number) if not is_of_position(layer, part) else ():
                 probs = probs_of_scores(scores_of(some), seen[name][1])
                 add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
 
@@ -267,12 +267,6 @@ def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
     if not isinstance(images, Mapping):
         return images.split(number)
     return [dict(zip(images, parts)) for parts in zip(*(own.split(number) for own in images.values()))]
-
-
-def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
-    """Splits inputs of a layer into parts whose scores take 64 MiB at most, or into single images."""
-    keys = math.prod(layer.grid_of(x))
-    return x.split(max(1, CHUNK_ELEMENTS // (layer.num_heads * keys**2)))
 
 
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
