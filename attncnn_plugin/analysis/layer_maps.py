@@ -221,7 +221,13 @@ def _seen_on_images(
             break
     if not seen:
         raise no_attention(model, others)
-    warn_of(model, others)
+    if others:
+        shapes = ', '.join(f'{name} {shape}' for name, shape in others.items())
+        warnings.warn(
+            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
+            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
+            stacklevel=2,
+        )
     means, number = {}, len(next(iter(images.values())) if isinstance(images, Mapping) else images)
     for (name, part), own in sums.items():
         (layer, grid), count = seen[name], own.pop('count')
@@ -272,17 +278,6 @@ def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
     """Returns the softmax of the scores of an input, without the null key, ``(B, N_h, Q, H*W)``, float32."""
     return scores.float().softmax(-1)[..., : grid[0] * grid[1]]
-
-
-def warn_of(model: nn.Module, others: Mapping[str, Sequence[int]]) -> None:
-    """Warns that attention of these shapes is left out."""
-    if others:
-        shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
-        warnings.warn(
-            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
-            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
-            stacklevel=2,
-        )
 
 
 def are_between_patches(name: str, probs: Tensor, places: Places) -> bool:
