@@ -261,11 +261,6 @@ class LayerReport:
     heads: Tuple[HeadStatistics, ...]
 
     @property
-    def num_heads(self) -> int:
-        """Number of heads N_h."""
-        return len(self.heads)
-
-    @property
     def best(self) -> Optional[NearestConvolution]:
         """The smallest of the convolutions whose error is the least, to 0.01; None without any."""
         least = min((entry.error for entry in self.convolutions), default=0.0)
@@ -289,7 +284,7 @@ class LayerReport:
         """What the layer is, what convolutions it is near, and its degenerate heads, in lines of 80 characters."""
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        part += [f'{size_text(self.grid)} tokens', f'{self.num_heads} heads']
+        part += [f'{size_text(self.grid)} tokens', f'{len(self.heads)} heads']
         lines = [f'{self.name or "layer"}: {", ".join(part)}' + (f': {self.summary}' if self.best is None else '')]
         for entry in self.convolutions:
             best = ' (nearest)' if entry is self.best and len(self.convolutions) > 1 else ''
