@@ -82,10 +82,6 @@ class ConfigModel(LoadedModel):
         except Exception as error:  # of any dataset
             raise ValueError(f'the test set of {self.name} cannot be read ({error}): give --images FOLDER') from error
 
-    @property
-    def num_tests(self) -> int:
-        return len(self.test_set)
-
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
         """Returns an image, named by its number in the test set or by its file, as tensor and as picture.
 
@@ -93,8 +89,10 @@ class ConfigModel(LoadedModel):
         the standard error stream says so.
         """
         if path.isdecimal() and not Path(path).exists():
-            if int(path) >= self.num_tests:
-                raise ValueError(f'image {path} must be a file, or below {self.num_tests}, the size of the test set')
+            if int(path) >= len(self.test_set):
+                raise ValueError(
+                    f'image {path} must be a file, or below {len(self.test_set)}, the size of the test set'
+                )
             inputs = self.test_set[int(path)]['inputs']
         else:
             inputs = self._read_file(path)

@@ -53,11 +53,11 @@ class LoadedModel:
         transform (Callable): From an image of PIL to the model's input, ``(C, H, W)``.
         mean, std (Sequence[float]): With which the transform normalizes channels.
         meta (dict): What an mmengine checkpoint says of its training.
-        num_tests (int): Number of images in its test set.
+        test_set (Sequence): Its test set, for a model that comes with one.
     """
 
     meta: Dict[str, Any] = {}
-    num_tests = 0
+    test_set: Sequence[Any] = ()
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
         """Returns an image file as the tensor that the model takes, and as a picture to look at."""
@@ -83,9 +83,9 @@ class LoadedModel:
         Raises:
             ValueError: There are none, or one that cannot be read.
         """
-        if paths is None and not self.num_tests:
+        if paths is None and not len(self.test_set):
             raise ValueError(f'{self.name} has no test set: give images of your own, --images FOLDER')
-        found = [(str(i), None) for i in range(self.num_tests)] if paths is None else []
+        found = [(str(i), None) for i in range(len(self.test_set))] if paths is None else []
         for path in paths or ():
             found += files_in(path) if Path(path).is_dir() else [(path, None)]
         number = min(number, len(found))
