@@ -94,10 +94,8 @@ def head_report(
     if images is not None and not isinstance(images, (Tensor, Mapping)):
         raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W): give the size of a grid as size=…')
     parts = ('position',) if images is None else ('position', 'all')
-    reports = []
-    for name, layer, part, maps in maps_of_layers(model, images, size, parts, layers, call):
-        reports.append(layer_report(maps, name, layer, 'images' if part == 'all' else 'position'))
-    return HeadReport(tuple(reports))
+    found, seen = maps_of_layers(model, images, size, parts, layers, call), dict(position='position', all='images')
+    return HeadReport(tuple(layer_report(maps, name, layer, seen[part]) for name, layer, part, maps in found))
 
 
 @torch.no_grad()
