@@ -105,12 +105,12 @@ def _own_layer(name: str, layer: AttentionLayer, x: Tensor) -> Tuple[Dict[str, A
     data = dict(grid=list(size), rows=list(places[0]), columns=list(places[1]))
     if layer.depends_on_content:
         scores = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
-        probs = {part: probs_of_scores(scores_of(x), size)[0] for part, scores_of in scores.items()}
+        probs = {part: probs_of_scores(scores_of(x), size)[0].cpu() for part, scores_of in scores.items()}
     else:
-        probs = dict(position=layer.attention_probs(size).float())
+        probs = dict(position=layer.attention_probs(size).float().cpu())
         if (heads := layer.gaussian_heads()) is not None:
             data.update(centers=heads.center.tolist(), factors=heads.factor.tolist())
-    return data, {part: (own.cpu(), _outside(1 - own.cpu().sum(-1))) for part, own in probs.items()}
+    return data, {part: (own, _outside(1 - own.sum(-1))) for part, own in probs.items()}
 
 
 def _layer(name: str, probs: Tensor, places: Places) -> Tuple[Dict[str, Any], Dict[str, Any]]:
