@@ -94,7 +94,8 @@ def head_report(
     if images is not None and not isinstance(images, (Tensor, Mapping)):
         raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W): give the size of a grid as size=…')
     parts = ('position',) if images is None else ('position', 'all')
-    found, seen = maps_of_layers(model, images, size, parts, layers, call), dict(position='position', all='images')
+    seen = dict(position='position', all='images')
+    found = maps_of_layers(model, images, size, parts, layers, call)
     return HeadReport(tuple(layer_report(maps, name, layer, seen[part]) for name, layer, part, maps in found))
 
 

@@ -89,10 +89,8 @@ class ConfigModel(LoadedModel):
         the standard error stream says so.
         """
         if path.isdecimal() and not Path(path).exists():
-            if int(path) >= len(self.test_set):
-                raise ValueError(
-                    f'image {path} must be a file, or below {len(self.test_set)}, the size of the test set'
-                )
+            if int(path) >= (number := len(self.test_set)):
+                raise ValueError(f'image {path} must be a file, or below {number}, the size of the test set')
             inputs = self.test_set[int(path)]['inputs']
         else:
             inputs = self._read_file(path)

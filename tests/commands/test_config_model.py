@@ -61,7 +61,7 @@ def test_a_config_without_a_scope(folder):
 def test_files_are_read_as_the_test_set_reads_them(folder):
     loaded = load(folder)
     assert not loaded.model.training and loaded.meta == dict(epoch=7)
-    assert loaded.shape == (3, 16, 16) and loaded.num_tests == 6
+    assert loaded.shape == (3, 16, 16) and len(loaded.test_set) == 6
     images = [read(loaded, folder / f'data/class{i // 3}/{i}.png')[0] for i in range(6)]
     assert all(torch.equal(image, loaded.read(str(i))[0]) for i, image in enumerate(images))
     tests, files = loaded.images(None, 3), loaded.images([str(folder / 'data')], 2)
