@@ -201,7 +201,7 @@ def test_prune_named_random_and_degenerate_heads(done, folder):
     said = done('prune', '--heads', '{1: [0, 2]}', '--out', 'named.safetensors', *MODEL)
     check_pruned('named.safetensors', {'blocks.1.attn': [0, 2]})
     assert (
-        '2 of 6 heads removed; multiply-adds per image: 337k → 301k (89%)\nSaved named.safetensors, 18k of 19.6k p'
+        '2 of 6 heads removed; multiply-adds per image: 337k → 301k (89%)\nSaved named.safetensors, 18.0k of 19.6k p'
         in said
     )
     done('prune', '--criterion', 'random', '--multiply-adds', '95%', '--out', 'random.pth', *MODEL)
