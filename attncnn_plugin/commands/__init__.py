@@ -87,11 +87,10 @@ def parse_args(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
     parsers = {}
     for verb, text in VERBS.items():
-        look = argparse.RawDescriptionHelpFormatter
         epilog = f'for instance: attncnn {verb} {EXAMPLES[verb]}'
         usage = f'attncnn {verb} (--timm NAME | --hf FOLDER | --mm CONFIG CHECKPOINT) [options]'
-        own = dict(help=text, description=text, usage=usage, epilog=epilog, formatter_class=look)
-        parsers[verb] = verbs.add_parser(verb, **own)
+        say = dict(help=text, description=text, usage=usage, epilog=epilog)
+        parsers[verb] = verbs.add_parser(verb, formatter_class=argparse.RawDescriptionHelpFormatter, **say)
         _add_model(parsers[verb], required=verb != 'plot')
         _add_own(parsers[verb], verb)
     args = parser.parse_args(words)
