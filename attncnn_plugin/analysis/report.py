@@ -20,13 +20,7 @@ from ..convert import Expressibility
 from ..heads.choice import Layers
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import MeanAttention, maps_of_layers
-from .nearest_convolution import (
-    NearestConvolution,
-    error_text,
-    nearest_convolutions,
-    size_text,
-    spanned_kernels,
-)
+from .nearest_convolution import NearestConvolution, error_text, nearest_convolutions, spanned_kernels
 from .recorder import Call
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, window_mass
 
@@ -283,7 +277,7 @@ class LayerReport:
         """What the layer is, what convolutions it is near, and its degenerate heads, in lines of 80 characters."""
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        part += [f'{size_text(self.grid)} tokens', f'{len(self.heads)} heads']
+        part += [f'{self.grid[0]}x{self.grid[1]} tokens', f'{len(self.heads)} heads']
         lines = [f'{self.name or "layer"}: {", ".join(part)}' + (f': {self.summary}' if self.best is None else '')]
         for entry in self.convolutions:
             best = ' (nearest)' if entry is self.best and len(self.convolutions) > 1 else ''
