@@ -207,7 +207,13 @@ def _seen_on_images(
                 add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        if 'all' not in parts or not are_between_patches(name, probs, places):
+        if not probs.isfinite().all():
+            raise ValueError(
+                f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images '
+                'must be'
+            )
+        on_grid = places.on_grid(probs[:, :1]) if 'all' in parts else None
+        if on_grid is None or on_grid[1] == (1, 1) or (probs < 0).any():
             others[name] = tuple(probs.shape)
             return
         windows[name] = places.are_windows
@@ -278,20 +284,6 @@ def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
     """Returns the softmax of the scores of an input, without the null key, ``(B, N_h, Q, H*W)``, float32."""
     return scores.float().softmax(-1)[..., : grid[0] * grid[1]]
-
-
-def are_between_patches(name: str, probs: Tensor, places: Places) -> bool:
-    """Says whether attention of another library is between all patches of a grid, and has no negative weights.
-
-    Raises:
-        ValueError: Probabilities that are not finite.
-    """
-    if not probs.isfinite().all():
-        raise ValueError(
-            f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images must be'
-        )
-    on_grid = places.on_grid(probs[:, :1])
-    return on_grid is not None and on_grid[1] != (1, 1) and bool((probs >= 0).all())
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:
