@@ -268,8 +268,7 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
     """Returns the position-only probabilities, in float64 if the layer has no others."""
     probs = layer.position_probs(grid) if layer.depends_on_content else layer.exact_attention_probs(grid)
     assert probs is not None
-    gaussian = layer.gaussian_heads()
-    if gaussian is not None:
+    if (gaussian := layer.gaussian_heads()) is not None:
         gaussian = GaussianHeads(*(values.cpu().double() for values in gaussian))
     return MeanAttention(probs.cpu(), grid, layer.window, gaussian)
 

@@ -157,10 +157,9 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
         own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
         kind = 'hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft'
         found = degenerate.get(head)
+        is_degenerate = found is not None if by_position else None
         criterion, why = (found.criterion, found.reason) if found else (None, None)
-        yield HeadStatistics(
-            head, shift, share, kind, found is not None if by_position else None, criterion, why, **own
-        )
+        yield HeadStatistics(head, shift, share, kind, is_degenerate, criterion, why, **own)
 
 
 def _finite(values: Tensor) -> Any:

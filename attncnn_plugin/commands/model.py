@@ -330,8 +330,7 @@ class HuggingFaceModel(LoadedModel):
             self.model = load_hugging_face(folder)
             processor = self._load_processor()
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            reason = ' '.join(str(error).splitlines()[:2])
-            raise ValueError(f'--hf {folder} cannot be loaded: {reason}') from error
+            raise ValueError(f'--hf {folder} cannot be loaded: {" ".join(str(error).splitlines()[:2])}') from error
         self._saved_dtype = self.model.dtype
         self.model.float()
         self.transform = lambda image: processor(image, return_tensors='pt')['pixel_values'][0]
