@@ -217,11 +217,9 @@ class HeadStatistics:
 
     def row(self) -> List[str]:
         """Returns the cells of the table."""
-        center, spread = self.center, None
-        if self.covariance is not None:
-            spread = [math.sqrt(max(own[axis], 0.0)) for axis, own in enumerate(self.covariance)]
+        spread = [math.sqrt(max(own[i], 0.0)) for i, own in enumerate(self.covariance)] if self.covariance else None
         cells = [str(self.head)]
-        for pair in (center, spread):
+        for pair in (self.center, spread):
             cells.append('-' if pair is None else '({:.3g}, {:.3g})'.format(*(round(own, 2) + 0.0 for own in pair)))
         cells += [f'{self.relative_entropy:.0%}', f'{self.mass_3x3:.0%}', f'{self.nearest_shift} {self.share:.0%}']
         return [*cells, self.kind] + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.0%}'])
@@ -265,8 +263,7 @@ class LayerReport:
 
     def to_dict(self) -> Dict[str, Any]:
         """Returns all numbers as data for JSON."""
-        best = None if self.best is None else asdict(self.best)
-        return {**asdict(self), 'summary': self.summary, 'best': best}
+        return {**asdict(self), 'summary': self.summary, 'best': self.best and asdict(self.best)}
 
     def __str__(self) -> str:
         return f'{self.sentences}\n{self.table}'

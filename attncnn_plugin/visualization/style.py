@@ -122,8 +122,7 @@ def draw_grid(axes: Axes) -> None:
 
 def text_color_on(color: str) -> str:
     """Returns black or white, whichever is readable on a colour."""
-    red, green, blue = to_rgb(color)
-    return 'white' if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else 'black'
+    return 'white' if np.dot(to_rgb(color), (0.3, 0.59, 0.11)) < 0.55 else 'black'
 
 
 def _free_place(place: Place, discs: Sequence[Place], dots: Sequence[Place], reach: float, beside: bool) -> Place:
