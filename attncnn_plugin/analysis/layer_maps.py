@@ -25,7 +25,7 @@ from ..pruning.criteria import relative_entropy_of_maps
 from .recorder import Call, attention_layers, no_attention, observe
 
 BATCH_SIZE = 4  # images in a pass
-CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
+CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32, or those of a single image
 
 Grid = Tuple[int, int]
 
@@ -165,12 +165,11 @@ def maps_of_layers(
     for name, own in own_layers.items():
         if any(hasattr(parameter, 'full_tensor') for parameter in own.parameters()):
             raise ValueError(f'{name} has parameters that are DTensors, as by fully_shard: give a model that is whole')
-    seen: Dict[str, Tuple[Any, Any]] = {}
-    means: Dict[Tuple[str, str], MeanAttention] = {}
     if images is not None:
         seen, means = _seen_on_images(model, images, parts, layers, call)
-    for name, own in own_layers.items() if images is None else ():
-        seen[name] = own, per_axis('size', size, 2)  # type: ignore[arg-type]
+    else:
+        grid = per_axis('size', size, 2)  # type: ignore[arg-type]
+        seen, means = {name: (own, grid) for name, own in own_layers.items()}, {}
     for name, (layer, grid) in seen.items():
         for part in parts if layer is None or layer.depends_on_content else parts[:1]:
             if layer is not None and is_of_position(layer, part):
@@ -200,14 +199,21 @@ def _seen_on_images(
 
     def visit_own(name: str, layer: AttentionLayer, x: Tensor) -> None:
         seen[name] = layer, layer.grid_of(x)
+        number = max(1, CHUNK_ELEMENTS // (layer.num_heads * math.prod(seen[name][1]) ** 2))
         for part in parts:
             scores_of = layer.position_scores if part == 'position' else layer.attention_scores
-            for some in few_images(layer, x) if not is_of_position(layer, part) else ():
+            for some in x.split(number) if not is_of_position(layer, part) else ():
                 probs = probs_of_scores(scores_of(some), seen[name][1])
                 add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        if 'all' not in parts or not are_between_patches(name, probs, places):
+        if not probs.isfinite().all():
+            raise ValueError(
+                f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images '
+                'must be'
+            )
+        on_grid = places.on_grid(probs[:, :1]) if 'all' in parts else None
+        if on_grid is None or on_grid[1] == (1, 1) or (probs < 0).any():
             others[name] = tuple(probs.shape)
             return
         windows[name] = places.are_windows
@@ -221,7 +227,13 @@ def _seen_on_images(
             break
     if not seen:
         raise no_attention(model, others)
-    warn_of(model, others)
+    if others:
+        shapes = ', '.join(f'{name} {shape}' for name, shape in others.items())
+        warnings.warn(
+            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
+            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
+            stacklevel=2,
+        )
     means, number = {}, len(next(iter(images.values())) if isinstance(images, Mapping) else images)
     for (name, part), own in sums.items():
         (layer, grid), count = seen[name], own.pop('count')
@@ -256,8 +268,7 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
     """Returns the position-only probabilities, in float64 if the layer has no others."""
     probs = layer.position_probs(grid) if layer.depends_on_content else layer.exact_attention_probs(grid)
     assert probs is not None
-    gaussian = layer.gaussian_heads()
-    if gaussian is not None:
+    if (gaussian := layer.gaussian_heads()) is not None:
         gaussian = GaussianHeads(*(values.cpu().double() for values in gaussian))
     return MeanAttention(probs.cpu(), grid, layer.window, gaussian)
 
@@ -269,40 +280,9 @@ def in_batches(images: Any, number: int = BATCH_SIZE) -> Sequence[Any]:
     return [dict(zip(images, parts)) for parts in zip(*(own.split(number) for own in images.values()))]
 
 
-def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
-    """Splits inputs of a layer into parts whose scores take 64 MiB at most, or into single images."""
-    keys = math.prod(layer.grid_of(x))
-    return x.split(max(1, CHUNK_ELEMENTS // (layer.num_heads * keys**2)))
-
-
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
     """Returns the softmax of the scores of an input, without the null key, ``(B, N_h, Q, H*W)``, float32."""
     return scores.float().softmax(-1)[..., : grid[0] * grid[1]]
-
-
-def warn_of(model: nn.Module, others: Mapping[str, Sequence[int]]) -> None:
-    """Warns that attention of these shapes is left out."""
-    if others:
-        shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
-        warnings.warn(
-            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
-            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
-            stacklevel=2,
-        )
-
-
-def are_between_patches(name: str, probs: Tensor, places: Places) -> bool:
-    """Says whether attention of another library is between all patches of a grid, and has no negative weights.
-
-    Raises:
-        ValueError: Probabilities that are not finite.
-    """
-    if not probs.isfinite().all():
-        raise ValueError(
-            f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images must be'
-        )
-    on_grid = places.on_grid(probs[:, :1])
-    return on_grid is not None and on_grid[1] != (1, 1) and bool((probs >= 0).all())
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:

@@ -107,10 +107,9 @@ def spanned_kernels(maps: ShiftMaps) -> Iterator[Expressibility]:
         >>> [kernel.expressible for kernel in spanned_kernels(hard)]
         [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
     """
-    if any(not torch.equal(queries, torch.arange(n, device='cpu')) for queries, n in zip(maps.queries, maps.size)):
-        return
+    whole = all(torch.equal(own, torch.arange(n, device='cpu')) for own, n in zip(maps.queries, maps.size))
     for n in KERNEL_SIZES:
-        if min(maps.size) >= n:
+        if whole and min(maps.size) >= n:
             yield expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior')
 
 

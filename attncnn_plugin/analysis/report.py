@@ -20,13 +20,7 @@ from ..convert import Expressibility
 from ..heads.choice import Layers
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import MeanAttention, maps_of_layers
-from .nearest_convolution import (
-    NearestConvolution,
-    error_text,
-    nearest_convolutions,
-    size_text,
-    spanned_kernels,
-)
+from .nearest_convolution import NearestConvolution, error_text, nearest_convolutions, spanned_kernels
 from .recorder import Call
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, window_mass
 
@@ -94,10 +88,9 @@ def head_report(
     if images is not None and not isinstance(images, (Tensor, Mapping)):
         raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W): give the size of a grid as size=…')
     parts = ('position',) if images is None else ('position', 'all')
-    reports = []
-    for name, layer, part, maps in maps_of_layers(model, images, size, parts, layers, call):
-        reports.append(layer_report(maps, name, layer, 'images' if part == 'all' else 'position'))
-    return HeadReport(tuple(reports))
+    seen = dict(position='position', all='images')
+    found = maps_of_layers(model, images, size, parts, layers, call)
+    return HeadReport(tuple(layer_report(maps, name, layer, seen[part]) for name, layer, part, maps in found))
 
 
 @torch.no_grad()
@@ -164,10 +157,9 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
         own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
         kind = 'hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft'
         found = degenerate.get(head)
+        is_degenerate = found is not None if by_position else None
         criterion, why = (found.criterion, found.reason) if found else (None, None)
-        yield HeadStatistics(
-            head, shift, share, kind, found is not None if by_position else None, criterion, why, **own
-        )
+        yield HeadStatistics(head, shift, share, kind, is_degenerate, criterion, why, **own)
 
 
 def _finite(values: Tensor) -> Any:
@@ -225,11 +217,9 @@ class HeadStatistics:
 
     def row(self) -> List[str]:
         """Returns the cells of the table."""
-        center, spread = self.center, None
-        if self.covariance is not None:
-            spread = [math.sqrt(max(own[axis], 0.0)) for axis, own in enumerate(self.covariance)]
+        spread = [math.sqrt(max(own[i], 0.0)) for i, own in enumerate(self.covariance)] if self.covariance else None
         cells = [str(self.head)]
-        for pair in (center, spread):
+        for pair in (self.center, spread):
             cells.append('-' if pair is None else '({:.3g}, {:.3g})'.format(*(round(own, 2) + 0.0 for own in pair)))
         cells += [f'{self.relative_entropy:.0%}', f'{self.mass_3x3:.0%}', f'{self.nearest_shift} {self.share:.0%}']
         return [*cells, self.kind] + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.0%}'])
@@ -261,11 +251,6 @@ class LayerReport:
     heads: Tuple[HeadStatistics, ...]
 
     @property
-    def num_heads(self) -> int:
-        """Number of heads N_h."""
-        return len(self.heads)
-
-    @property
     def best(self) -> Optional[NearestConvolution]:
         """The smallest of the convolutions whose error is the least, to 0.01; None without any."""
         least = min((entry.error for entry in self.convolutions), default=0.0)
@@ -278,8 +263,7 @@ class LayerReport:
 
     def to_dict(self) -> Dict[str, Any]:
         """Returns all numbers as data for JSON."""
-        best = None if self.best is None else asdict(self.best)
-        return {**asdict(self), 'summary': self.summary, 'best': best}
+        return {**asdict(self), 'summary': self.summary, 'best': self.best and asdict(self.best)}
 
     def __str__(self) -> str:
         return f'{self.sentences}\n{self.table}'
@@ -289,7 +273,7 @@ class LayerReport:
         """What the layer is, what convolutions it is near, and its degenerate heads, in lines of 80 characters."""
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        part += [f'{size_text(self.grid)} tokens', f'{self.num_heads} heads']
+        part += [f'{self.grid[0]}x{self.grid[1]} tokens', f'{len(self.heads)} heads']
         lines = [f'{self.name or "layer"}: {", ".join(part)}' + (f': {self.summary}' if self.best is None else '')]
         for entry in self.convolutions:
             best = ' (nearest)' if entry is self.best and len(self.convolutions) > 1 else ''

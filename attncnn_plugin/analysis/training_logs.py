@@ -39,8 +39,7 @@ def read_centers(run: Union[str, Path]) -> Dict[str, Dict[int, np.ndarray]]:
     """
     axes: Dict[str, Dict[int, Dict[str, np.ndarray]]] = {}
     for name, values in read_scalars(run).items():
-        match = CENTER.fullmatch(name)
-        if match:
+        if match := CENTER.fullmatch(name):
             axes.setdefault(match['layer'], {}).setdefault(int(match['head']), {})[match['axis']] = values
     return {
         layer: {head: np.column_stack([own['row'], own['column'][:, 1]]) for head, own in sorted(heads.items())}

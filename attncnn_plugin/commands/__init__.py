@@ -9,6 +9,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Dict, List, Optional, Sequence
 
+from ..transformers.start import METHODS, SHIFTS
+
 VERBS = {
     'maps': 'Writes the attention of every layer to images, query by query, to a file of NumPy.',
     'report': 'Says where each head looks, and what convolution the heads of a layer form.',
@@ -36,8 +38,6 @@ FIGURES = {
     'distance': 'how far the heads of each layer look',
     'movement': 'the centres over a training with AttentionVisualizationHook, --run FOLDER and no model',
 }
-CRITERIA = 'importance', 'ablation', 'degenerate', 'random'
-METHODS, SHIFTS = ('gaussian', 'mimetic'), ('ordered', 'random')
 PICTURES = '.png', '.svg', '.pdf'
 
 
@@ -87,11 +87,10 @@ def parse_args(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
     parsers = {}
     for verb, text in VERBS.items():
-        look = argparse.RawDescriptionHelpFormatter
         epilog = f'for instance: attncnn {verb} {EXAMPLES[verb]}'
         usage = f'attncnn {verb} (--timm NAME | --hf FOLDER | --mm CONFIG CHECKPOINT) [options]'
-        own = dict(help=text, description=text, usage=usage, epilog=epilog, formatter_class=look)
-        parsers[verb] = verbs.add_parser(verb, **own)
+        say = dict(help=text, description=text, usage=usage, epilog=epilog)
+        parsers[verb] = verbs.add_parser(verb, formatter_class=argparse.RawDescriptionHelpFormatter, **say)
         _add_model(parsers[verb], required=verb != 'plot')
         _add_own(parsers[verb], verb)
     args = parser.parse_args(words)
@@ -107,11 +106,9 @@ def _add_model(parser: argparse.ArgumentParser, required: bool) -> None:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
     weights.add_argument('--checkpoint', metavar='FILE', help='with --timm: its weights')
-    for option, what in (
-        ('--model-kwargs', 'arguments of the model of --timm'),
-        ('--cfg-options', 'of the config of --mm'),
-    ):
-        parser.add_argument(option, nargs='+', type=setting, metavar='K=V', help=what)
+    pairs = dict(nargs='+', type=setting, metavar='K=V')
+    parser.add_argument('--model-kwargs', help='arguments of the model of --timm', **pairs)
+    parser.add_argument('--cfg-options', help='of the config of --mm', **pairs)
 
 
 def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -148,7 +145,8 @@ def _add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')
     if verb == 'prune':
         add('--heads', type=named_heads, help="those that go, by the block or the layer: '{0: [1, 3]}'")
-        add('--criterion', choices=CRITERIA, help='which heads go (default: importance, the least important)')
+        criteria = 'importance', 'ablation', 'degenerate', 'random'
+        add('--criterion', choices=criteria, help='which heads go (default: importance, the least important)')
         amount = parser.add_mutually_exclusive_group().add_argument
         amount('--share', type=share, help='of the heads that goes, such as 30%%')
         amount('--keep', type=natural, help='number of heads that stay')
@@ -170,7 +168,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         '--checkpoint, --pretrained and --model-kwargs are for --timm': of_timm and not args.timm,
         '--cfg-options is for --mm': args.cfg_options and not args.mm,
     }
-    suffixes = {'maps': ('.npz',), 'rank': PICTURES, 'plot': PICTURES}.get(args.verb)
+    suffixes = {'maps': ('.npz',), 'rank': PICTURES, 'plot': PICTURES}.get(args.verb, ('',))
     if args.verb == 'plot':
         args.out = args.out or f'{args.figure}.png'
         of_run, figure = args.figure == 'movement', f'--figure {args.figure} is of'
@@ -187,9 +185,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         problems["which heads go? one of --heads '{0: [1]}', --criterion degenerate and --share 30% says it"] = wrong
     if args.out is not None:
         out = f'{"--json" if args.verb == "report" else "--out"} {args.out}'
-        problems[f'{out} must end in {" or ".join(suffixes or [])}'] = (
-            suffixes and Path(args.out).suffix not in suffixes
-        )
+        problems[f'{out} must end in {" or ".join(suffixes)}'] = not args.out.endswith(suffixes)
         problems[f'{out} is a folder already: name a new one'] = Path(args.out).is_dir()
         if args.verb in ('prune', 'convert', 'start'):
             problems[f'{out} exists already: name a new one'] = Path(args.out).exists()

@@ -82,10 +82,6 @@ class ConfigModel(LoadedModel):
         except Exception as error:  # of any dataset
             raise ValueError(f'the test set of {self.name} cannot be read ({error}): give --images FOLDER') from error
 
-    @property
-    def num_tests(self) -> int:
-        return len(self.test_set)
-
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
         """Returns an image, named by its number in the test set or by its file, as tensor and as picture.
 
@@ -93,8 +89,8 @@ class ConfigModel(LoadedModel):
         the standard error stream says so.
         """
         if path.isdecimal() and not Path(path).exists():
-            if int(path) >= self.num_tests:
-                raise ValueError(f'image {path} must be a file, or below {self.num_tests}, the size of the test set')
+            if int(path) >= (number := len(self.test_set)):
+                raise ValueError(f'image {path} must be a file, or below {number}, the size of the test set')
             inputs = self.test_set[int(path)]['inputs']
         else:
             inputs = self._read_file(path)
@@ -118,8 +114,6 @@ class ConfigModel(LoadedModel):
         try:
             load = loader or LoadImageFromFile(color_type='grayscale' if self.is_grey else 'color')
             image = load(dict(img_path=path))['img']
-        except FileNotFoundError:
-            raise
         except Exception as error:  # of any decoder
             raise ValueError(f'{path} cannot be read as an image ({error}): give a file such as PNG or JPEG') from error
         if not self.is_grey and not self._blue_first:

@@ -12,16 +12,11 @@ def run(args: Namespace) -> List[str]:
     """Writes the page."""
     loaded = load(args)
     images = loaded.images(args.images, args.num_images)
+    names, _, pictures, _ = zip(*images)
+    inputs, size = stacked(images), int(args.max_size * 1e6)
+    title = f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}'
     with progress(lambda model, inputs: model(inputs), len(images), 'maps') as call:
-        page = explorer_page(
-            loaded.model,
-            stacked(images),
-            [image.pixels for image in images],
-            [image.name for image in images],
-            title=f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}',
-            max_bytes=int(args.max_size * 1e6),
-            call=call,
-        )
+        page = explorer_page(loaded.model, inputs, pictures, names, title, max_bytes=size, call=call)
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding='utf-8')

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from textwrap import shorten
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import timm
@@ -50,18 +50,14 @@ class LoadedModel:
         name (str): Its name in timm, its folder, or its config.
         model (nn.Module): The model.
         shape (tuple[int, int, int] | None): Channels, height and width of an image; None where it does not say.
+        transform (Callable): From an image of PIL to the model's input, ``(C, H, W)``.
+        mean, std (Sequence[float]): With which the transform normalizes channels.
         meta (dict): What an mmengine checkpoint says of its training.
-        num_tests (int): Number of images in its test set.
+        test_set (Sequence): Its test set, for a model that comes with one.
     """
 
-    name: str
-    model: Any
-    shape: Optional[Tuple[int, int, int]]
-    transform: Callable[[Image.Image], Tensor]
-    mean: Sequence[float]
-    std: Sequence[float]
     meta: Dict[str, Any] = {}
-    num_tests = 0
+    test_set: Sequence[Any] = ()
 
     def read(self, path: str) -> Tuple[Tensor, np.ndarray]:
         """Returns an image file as the tensor that the model takes, and as a picture to look at."""
@@ -87,9 +83,9 @@ class LoadedModel:
         Raises:
             ValueError: There are none, or one that cannot be read.
         """
-        if paths is None and not self.num_tests:
+        if paths is None and not len(self.test_set):
             raise ValueError(f'{self.name} has no test set: give images of your own, --images FOLDER')
-        found = [(str(i), None) for i in range(self.num_tests)] if paths is None else []
+        found = [(str(i), None) for i in range(len(self.test_set))] if paths is None else []
         for path in paths or ():
             found += files_in(path) if Path(path).is_dir() else [(path, None)]
         number = min(number, len(found))
@@ -98,16 +94,15 @@ class LoadedModel:
         read = bar_of(chosen, 'images')
         return [Picture(name_of(path), *self.read(path), label if is_one else None) for path, label in read]
 
-    def inputs(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
-        """Returns the tensors of :meth:`images`, ``(B, C, H, W)``."""
-        return stacked(self.images(paths, number))
-
     def inputs_for_means(self, paths: Optional[Sequence[str]], number: int) -> Tensor:
-        """Returns :meth:`inputs`; any one image where none are given and all attention is by position."""
+        """Returns the inputs of :meth:`images`, ``(B, C, H, W)``.
+
+        It is any one image where none are given and all attention is by position.
+        """
         layers = attention_layers(self.model).values()
         if paths is None and self.shape and layers and not any(own.depends_on_content for own in layers):
             return torch.zeros(1, *self.shape)
-        return self.inputs(paths, number)
+        return stacked(self.images(paths, number))
 
     def example(self) -> Optional[Tensor]:
         """Returns an image of random numbers, where the model says its size."""
@@ -230,7 +225,7 @@ def load(args: Namespace) -> LoadedModel:
     """Returns the model that the options name."""
     torch.manual_seed(getattr(args, 'seed', 0))  # of random weights and images, and of keys that loading makes
     if args.timm:
-        loaded = TimmModel(args.timm, args.checkpoint, args.pretrained, parsed(ParseKwargs, args.model_kwargs))
+        loaded = TimmModel(args.timm, args.checkpoint, args.pretrained, **parsed(ParseKwargs, args.model_kwargs))
         if not (args.pretrained or args.checkpoint or args.verb == 'start'):
             print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
         return loaded
@@ -257,21 +252,15 @@ class TimmModel(LoadedModel):
         checkpoint (str, optional): Its weights. Defaults to None.
         pretrained (bool): Whether to take timm's pretrained weights. Defaults to False. Without these and without a
             checkpoint the weights are random.
-        settings (dict, optional): Of ``timm.create_model``, such as ``num_classes``.
+        settings: Of ``timm.create_model``, such as ``num_classes``.
 
     Raises:
         FileNotFoundError: No such checkpoint.
         ValueError: No such model, or the checkpoint does not fit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        checkpoint: Optional[str] = None,
-        pretrained: bool = False,
-        settings: Optional[Dict[str, Any]] = None,
-    ) -> None:
-        self.name, settings = name, settings or {}
+    def __init__(self, name: str, checkpoint: Optional[str] = None, pretrained: bool = False, **settings: Any) -> None:
+        self.name = name
         try:
             self.model = timm.create_model(name, pretrained=pretrained, **settings).eval()
         except RuntimeError as error:
@@ -341,8 +330,7 @@ class HuggingFaceModel(LoadedModel):
             self.model = load_hugging_face(folder)
             processor = self._load_processor()
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            reason = ' '.join(str(error).splitlines()[:2])
-            raise ValueError(f'--hf {folder} cannot be loaded: {reason}') from error
+            raise ValueError(f'--hf {folder} cannot be loaded: {" ".join(str(error).splitlines()[:2])}') from error
         self._saved_dtype = self.model.dtype
         self.model.float()
         self.transform = lambda image: processor(image, return_tensors='pt')['pixel_values'][0]

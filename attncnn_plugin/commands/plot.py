@@ -6,7 +6,7 @@ from typing import Any, List
 
 from .. import visualization
 from ..analysis import head_report, mean_attention, read_centers
-from .model import load
+from .model import load, stacked
 
 
 def run(args: Namespace) -> List[str]:
@@ -21,7 +21,7 @@ def draw(args: Namespace) -> Any:
         return visualization.plot_center_movement(read_centers(args.run))
     loaded = load(args)
     if args.figure == 'attention':
-        images = loaded.inputs(args.images, args.num_images)
+        images = stacked(loaded.images(args.images, args.num_images))
         return visualization.plot_attention(loaded.model, images, args.layers, args.query, overlay=True)
     images = loaded.inputs_for_means(args.images, args.num_images)
     if args.figure == 'distance':

@@ -1,11 +1,11 @@
 """``attncnn prune``: removes heads from a model, those that are named, or those that matter least."""
 
-import math
 from argparse import Namespace
 from fnmatch import fnmatchcase
 from typing import Dict, List, Mapping
 
 import torch
+from tqdm import tqdm
 
 from .. import pruning
 from ..heads.found import Heads, layer_names
@@ -36,6 +36,7 @@ def run(args: Namespace) -> List[str]:
     loaded.save(args.out)
     for layer in change.layers if args.criterion != 'degenerate' else ():
         print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
+    short = tqdm.format_sizeof  # 98.3k, 1.25G
     costs = f'; multiply-adds per image: {short(before)} → {short(after)} ({after / before:.0%})' if before else ''
     how = 'attncnn_plugin.' + ('load_hugging_face' if args.hf else 'follow_state_dict')
     if args.mm:
@@ -68,15 +69,3 @@ def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) 
             raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')
         costs = pruning.head_costs(model, lambda: model(image))
     return pruning.least_important(scores, args.threshold, keep, args.multiply_adds, costs)
-
-
-def short(number: float) -> str:
-    """Returns a large number in three digits.
-
-    Examples:
-        >>> short(1253491584), short(999999), short(98304)
-        ('1.25G', '1M', '98.3k')
-    """
-    rounded = float(f'{number:.2e}')
-    power = min(3, int(math.log10(rounded)) // 3)
-    return f'{rounded / 1000**power:.3g}{["", "k", "M", "G"][power]}'

@@ -19,9 +19,7 @@ def run(args: Namespace) -> List[str]:
         ablation = head_ablation(loaded.model, batches, counted, args.layers)
     save_figure(plot_head_ablation(ablation), args.out)
     importance = {name: normalized(own) for name, own in ablation.importance.items()}
-    ranked = sorted(
-        ((value, name, head) for name, own in importance.items() for head, value in enumerate(own.tolist()))
-    )
+    ranked = sorted((value, name, head) for name, own in importance.items() for head, value in enumerate(own.tolist()))
     rows = [['layer', 'head', 'importance', 'loss', 'accuracy']]
     for value, name, head in reversed(ranked):
         accuracy = f'{ablation.zero_accuracy[name][head]:+.1%}' if name in ablation.zero_accuracy else ''

@@ -103,10 +103,14 @@ def _own_layer(name: str, layer: AttentionLayer, x: Tensor) -> Tuple[Dict[str, A
     _check_pairs(name, size, math.prod(size))
     places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
     data = dict(grid=list(size), rows=list(places[0]), columns=list(places[1]))
-    heads = None if layer.depends_on_content else layer.gaussian_heads()
-    if heads is not None:
-        data.update(centers=heads.center.tolist(), factors=heads.factor.tolist())
-    return data, {part: (own, _outside(1 - own.sum(-1))) for part, own in _own_probs(layer, x, size).items()}
+    if layer.depends_on_content:
+        scores = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
+        probs = {part: probs_of_scores(scores_of(x), size)[0].cpu() for part, scores_of in scores.items()}
+    else:
+        probs = dict(position=layer.attention_probs(size).float().cpu())
+        if (heads := layer.gaussian_heads()) is not None:
+            data.update(centers=heads.center.tolist(), factors=heads.factor.tolist())
+    return data, {part: (own, _outside(1 - own.sum(-1))) for part, own in probs.items()}
 
 
 def _layer(name: str, probs: Tensor, places: Places) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -132,14 +136,6 @@ def packed(array: np.ndarray) -> Dict[str, Any]:
     """Returns an array as the page stores it."""
     data = gzip.compress(array.astype(array.dtype.newbyteorder('<')).tobytes(), mtime=0)
     return dict(dtype=array.dtype.name, shape=array.shape, data=base64.b64encode(data).decode())
-
-
-def _own_probs(layer: AttentionLayer, x: Tensor, size: Tuple[int, int]) -> Dict[str, Tensor]:
-    """Returns the probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
-    if not layer.depends_on_content:
-        return {'position': layer.attention_probs(size).float().cpu()}
-    parts = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
-    return {part: probs_of_scores(scores_of(x), size)[0].cpu() for part, scores_of in parts.items()}
 
 
 def _are_on_grids(places: Places) -> bool:

@@ -98,11 +98,10 @@ def draw_photo(axes: Axes, photo: Photo, grid: Sequence[int], query: Query) -> N
     if photo is not None:
         axes.imshow(photo, extent=(-0.5, grid[1] - 0.5, grid[0] - 0.5, -0.5), cmap='gray', zorder=-1)
     if query is not None:
-        where = (query[1] - 0.5, query[0] - 0.5), 1, 1
         token = 72 * axes.bbox.height / axes.figure.dpi / grid[0]  # in points
         line = min(max(0.17 * token, 0.45), 1)
         look = dict(linewidth=line, path_effects=[withStroke(linewidth=2 * line, foreground='white')])
-        axes.add_patch(Rectangle(*where, facecolor='none', edgecolor='black', **look))
+        axes.add_patch(Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, facecolor='none', edgecolor='black', **look))
     axes.set(xticks=[], yticks=[])
 
 
@@ -123,8 +122,7 @@ def draw_grid(axes: Axes) -> None:
 
 def text_color_on(color: str) -> str:
     """Returns black or white, whichever is readable on a colour."""
-    red, green, blue = to_rgb(color)
-    return 'white' if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else 'black'
+    return 'white' if np.dot(to_rgb(color), (0.3, 0.59, 0.11)) < 0.55 else 'black'
 
 
 def _free_place(place: Place, discs: Sequence[Place], dots: Sequence[Place], reach: float, beside: bool) -> Place:

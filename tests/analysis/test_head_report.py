@@ -77,7 +77,7 @@ def test_statistics(kind, size, seed):
     layer = LAYERS[kind]()
     report = report_of(layer, size)
     probs = layer.position_probs(size).detach()
-    assert report.num_heads == len(report.heads) == 4 and report.attention == 'position'
+    assert len(report.heads) == 4 and report.attention == 'position'
     for head, maps in zip(report.heads, probs):
         expected = brute_force(maps, *size)
         for name in ('entropy', 'distance', 'mass_3x3', 'mass_5x5'):
@@ -135,7 +135,7 @@ def test_best_convolution(kind):
 def test_convolutions_are_called_convolutions(conv, summary):
     report = report_of(conv_to_mhsa(conv)[0], (10, 14))
     assert report.summary == summary and f'  {summary}, 0 inside' in str(report).splitlines()
-    assert report.num_heads == math.prod(conv.kernel_size)
+    assert len(report.heads) == math.prod(conv.kernel_size)
     assert all(head.kind == 'hard' and not head.degenerate for head in report.heads)
     assert all(head.nearest_shift == head.center for head in report.heads)
     if conv.stride == (1, 1) and conv.padding == 'same':
@@ -309,7 +309,7 @@ def test_models_by_position():
     model, images = small_timm('sa_quadratic_cifar'), torch.randn(3, 3, 12, 10)
     prune_heads(model, {1: [0]})
     reports = head_report(model, images).layers
-    found = [(report.name, report.attention, report.grid, report.num_heads) for report in reports]
+    found = [(report.name, report.attention, report.grid, len(report.heads)) for report in reports]
     assert found == [(f'blocks.{i}.attn', 'position', (6, 5), 3 - i) for i in range(2)]
     assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
 

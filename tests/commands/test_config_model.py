@@ -11,6 +11,7 @@ from mmpretrain import get_model
 from PIL import Image
 
 from attncnn_plugin.commands.config_model import ConfigModel
+from attncnn_plugin.commands.model import stacked
 
 MEAN, STD = [120, 110, 100], [60, 61, 62]
 
@@ -60,14 +61,14 @@ def test_a_config_without_a_scope(folder):
 def test_files_are_read_as_the_test_set_reads_them(folder):
     loaded = load(folder)
     assert not loaded.model.training and loaded.meta == dict(epoch=7)
-    assert loaded.shape == (3, 16, 16) and loaded.num_tests == 6
+    assert loaded.shape == (3, 16, 16) and len(loaded.test_set) == 6
     images = [read(loaded, folder / f'data/class{i // 3}/{i}.png')[0] for i in range(6)]
     assert all(torch.equal(image, loaded.read(str(i))[0]) for i, image in enumerate(images))
     tests, files = loaded.images(None, 3), loaded.images([str(folder / 'data')], 2)
     assert [image.name for image in tests + files] == ['test image 0', 'test image 2', 'test image 4', '0.png', '3.png']
     assert [image.label for image in tests + files] == [None] * 3 + [0, 1]
     assert all(torch.equal(image.tensor, images[2 * i]) for i, image in enumerate(tests))
-    assert torch.equal(loaded.inputs([str(folder / 'data')], 2), torch.stack([images[0], images[3]]))
+    assert torch.equal(stacked(loaded.images([str(folder / 'data')], 2)), torch.stack([images[0], images[3]]))
     expected = (photo(1) - np.array(MEAN)) / np.array(STD)
     assert np.allclose(images[1].permute(1, 2, 0).numpy(), expected, atol=1e-5)
 
@@ -148,7 +149,7 @@ def test_images_that_cannot_be_read(folder):
     np.save(folder / 'array.npy', photo(0))
     for path, error, message in (
         (folder / 'broken.png', ValueError, 'broken.png cannot be read as an image'),
-        (folder / 'none.png', FileNotFoundError, 'none.png'),
+        (folder / 'none.png', ValueError, 'none.png cannot be read as an image .*No such file'),
         ('6', ValueError, 'image 6 must be a file, or below 6, the size of the test set'),
         (folder / 'array.npy', ValueError, 'array.npy cannot be read as an image .*: give a file such as PNG or JPEG'),
     ):

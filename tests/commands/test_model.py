@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_images(folder):
     """As timm's transforms give them; the picture is the image before it was normalized."""
-    loaded = TimmModel(VIT, settings=OF_TIMM[VIT])
+    loaded = TimmModel(VIT, **OF_TIMM[VIT])
     (image,) = loaded.images(['images/a/0.png'], 9)
     assert image.tensor.shape == (3, 32, 32) and image.name == '0.png' and not loaded.model.training
     assert image.pixels.dtype == np.uint8 and image.pixels.shape == (32, 32, 3)
@@ -59,7 +59,7 @@ def test_progress(is_terminal, number, least, most, monkeypatch):
 
 
 def test_grey_images():
-    grey = TimmModel(VIT, settings=dict(OF_TIMM[VIT], in_chans=1))
+    grey = TimmModel(VIT, **OF_TIMM[VIT], in_chans=1)
     tensor, picture = grey.read('images/a/0.png')
     assert tensor.shape == (1, 32, 32) and picture.shape == (32, 32, 3)
     levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
@@ -74,12 +74,12 @@ def test_checkpoints_of_the_training_script(name):
     model = timm.create_model(name, **OF_TIMM[name]).eval()
     content = dict(arch=name, args=Namespace(lr=0.1), state_dict_ema=model.state_dict(), state_dict={})
     torch.save(content, 'model.pth.tar')
-    loaded = TimmModel(name, 'model.pth.tar', settings=OF_TIMM[name])
-    images = loaded.inputs(['images'], 2)
+    loaded = TimmModel(name, 'model.pth.tar', **OF_TIMM[name])
+    images = stacked(loaded.images(['images'], 2))
     assert images.shape[2:] == (32, 32) and torch.equal(loaded.model(images), model(images))
     message = r'does not fit .*: .* torch.Size\(\[5, .* torch.Size\(\[7, .*; give .* --model-kwargs num_classes='
     with pytest.raises(ValueError, match=message) as error:
-        TimmModel(name, 'model.pth.tar', settings={**OF_TIMM[name], 'num_classes': 7})
+        TimmModel(name, 'model.pth.tar', **{**OF_TIMM[name], 'num_classes': 7})
     assert '\n' not in str(error.value)
 
 
@@ -97,7 +97,7 @@ def test_no_model(folder):
         (f'{VIT}.nothing', None, 'nothing'),
     ):
         with pytest.raises((OSError, RuntimeError, ValueError), match=message):
-            TimmModel(name, path, settings=SMALL if name.startswith('sa_') else None)
+            TimmModel(name, path, **(SMALL if name.startswith('sa_') else {}))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from attncnn_plugin import attention_maps, follow_state_dict
 from attncnn_plugin.analysis import head_report, mean_attention
-from attncnn_plugin.commands.model import TimmModel
+from attncnn_plugin.commands.model import TimmModel, stacked
 from attncnn_plugin.pruning import head_ablation, head_importance, least_important, prunable_heads
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.weights import example_images
@@ -57,14 +57,14 @@ def done(command):
 
 
 def loaded_model():
-    return TimmModel('vit_tiny_patch16_224', 'vit.pth', settings=SMALL)
+    return TimmModel('vit_tiny_patch16_224', 'vit.pth', **SMALL)
 
 
 def test_maps(done):
     said = done('maps', *IMAGES, '--num-images', 2, '--layers', 'blocks.1.*', '--out', 'new/maps.npz', *MODEL)
     assert 'Attention of 1 layers' in said and '2x3x17x17' in said and 'Saved new/maps.npz' in said
     loaded = loaded_model()
-    saved, expected = np.load('new/maps.npz'), attention_maps(loaded.model, loaded.inputs(['images'], 2))
+    saved, expected = np.load('new/maps.npz'), attention_maps(loaded.model, stacked(loaded.images(['images'], 2)))
     assert saved['images'].tolist() == ['0.png', '0.png'] and set(saved) == {'images', 'blocks.1.attn'}
     assert np.allclose(saved['blocks.1.attn'], expected['blocks.1.attn'], atol=1e-6)
 
@@ -98,7 +98,7 @@ def test_a_figure_of_an_image(words, chosen, done, drawn):
     (function, (model, images, layers, query), options), path = drawn
     assert (function, options, path) == ('plot_attention', dict(overlay=True), 'a.svg')
     loaded = loaded_model()
-    assert torch.equal(images, loaded.inputs(['images/dog/1.png'], 1))
+    assert torch.equal(images, stacked(loaded.images(['images/dog/1.png'], 1)))
     assert (layers, query) == (chosen, [1, 2] if words else None)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.model.state_dict().items())
 
@@ -110,7 +110,7 @@ def test_figures_of_mean_maps(name, query, done, drawn):
     assert (function, others, options) == (f'plot_{"attention_" * (name == "centers")}{name}', others, {})
     assert path == f'{name}.png' and others == ([] if name == 'centers' else [query[1:] or None])
     loaded = loaded_model()
-    expected = mean_attention(loaded.model, loaded.inputs(['images'], 100), layers='blocks.1.*')
+    expected = mean_attention(loaded.model, stacked(loaded.images(['images'], 100)), layers='blocks.1.*')
     assert maps.keys() == expected.keys() == {'blocks.1.attn'}
     assert torch.allclose(maps['blocks.1.attn'].probs, expected['blocks.1.attn'].probs, atol=1e-6)
 
@@ -119,7 +119,7 @@ def test_a_figure_of_distances(done, drawn):
     done('plot', '--figure', 'distance', *IMAGES, *MODEL)
     (function, (reports,), _), _ = drawn
     loaded = loaded_model()
-    expected = head_report(loaded.model, loaded.inputs(['images'], 100))
+    expected = head_report(loaded.model, stacked(loaded.images(['images'], 100)))
     assert function == 'plot_attention_distance' and reports == {'vit_tiny_patch16_224': expected}
 
 
@@ -139,7 +139,7 @@ def loss(model, batch):
 def batches():
     loaded = loaded_model()
     files = [f'images/{label}/{i}.png' for label in ('cat', 'dog') for i in range(3)]
-    return loaded.model, [(loaded.inputs(files, 6), torch.tensor([0, 0, 0, 1, 1, 1]))]
+    return loaded.model, [(stacked(loaded.images(files, 6)), torch.tensor([0, 0, 0, 1, 1, 1]))]
 
 
 def test_rank(done, folder):
@@ -201,7 +201,7 @@ def test_prune_named_random_and_degenerate_heads(done, folder):
     said = done('prune', '--heads', '{1: [0, 2]}', '--out', 'named.safetensors', *MODEL)
     check_pruned('named.safetensors', {'blocks.1.attn': [0, 2]})
     assert (
-        '2 of 6 heads removed; multiply-adds per image: 337k → 301k (89%)\nSaved named.safetensors, 18k of 19.6k p'
+        '2 of 6 heads removed; multiply-adds per image: 337k → 301k (89%)\nSaved named.safetensors, 18.0k of 19.6k p'
         in said
     )
     done('prune', '--criterion', 'random', '--multiply-adds', '95%', '--out', 'random.pth', *MODEL)
