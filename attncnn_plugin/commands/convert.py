@@ -17,6 +17,8 @@ def run(args: Namespace) -> List[str]:
         raise ValueError(
             f"{loaded.name} has no CMHSA and no ConvToAttention: say which convolutions, --layers 'layer4.*.conv2'"
         )
+    if parts and (args.layers or args.alpha is not None):
+        raise ValueError(f'--layers and --alpha are for a CNN: {loaded.name} has two phases, and turns as it was built')
     if parts:
         changes = TwoPhases(epoch=0, seed=args.seed).on_epoch_begin(model, (), 0)
         if not changes and getattr(loaded, 'entries', set()) <= model.state_dict().keys():

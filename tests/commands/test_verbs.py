@@ -215,7 +215,7 @@ def test_prune_named_random_and_degenerate_heads(done, folder):
     assert '16x16 tokens, 8 heads' in done('report', *again)  # the commands take what they have pruned
 
 
-def test_convert(done, folder):
+def test_convert(done, command, folder):
     cnn = ['--timm', 'resnet18', '--model-kwargs', 'num_classes=3', 'in_chans=1']
     done('convert', '--layers', 'layer4.1.conv*', '--alpha', 40, '--out', 'cnn.pth', *cnn)
     model = timm.create_model('resnet18', num_classes=3, in_chans=1)
@@ -230,6 +230,8 @@ def test_convert(done, folder):
     said = done('convert', '--out', 'phase.pth', *phased, 'phase=conv')
     assert 'Layers that are attention now: 1' in said
     assert 'blocks.0.attn.value.weight' in torch.load('phase.pth')['state_dict']
+    status, _, err = command('convert', '--out', 'other.pth', '--alpha', '2', *phased, 'phase=conv')
+    assert status == 2 and '--layers and --alpha are for a CNN: cmhsa3_patch16_224 has two phases' in err
 
 
 def test_start(done, folder):
