@@ -364,7 +364,7 @@ def test_no_attention(function):
 def test_attention_of_channels():
     """Of maps that are no probabilities, products with what softmax gave the channels; CoaT and lambda layers."""
     maps = seen(lambda x: MAP(x) @ (MAP(x).softmax(-2).mT @ x), torch.randn(2, 7, 6))
-    assert [tuple(probs.shape) for _, probs in maps] == [(2, 1, 6, 7)]
+    assert [tuple(probs.shape) for _, probs in maps] == [(2, 1, 4, 7)]
 
 
 def test_attention_to_what_attention_pooled():
