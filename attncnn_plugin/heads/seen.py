@@ -756,9 +756,9 @@ class FunctionsSeen(TorchFunctionMode):
     def take_up(self, attention: Attention, numbers: Tensor, tensors: Sequence[Tensor]) -> None:
         """Takes up the output of attention in a sum along its last axis, of heads, channels or queries.
 
-        What maps sum up over keys and then over queries, such as softmax(Q) (softmax(K)ᵀ V), is linear attention.
+        What softmax sums up over keys, and another one over queries, softmax(Q) (softmax(K)ᵀ V), is linear attention.
         """
-        if attention.of_map and any(own in self.maps for own in tensors) and attention.has_queries(numbers):
+        if attention.of_map and any(own in self.weights for own in tensors) and attention.has_queries(numbers):
             attention.is_linear = True
             self.open.remove(attention)
         else:

@@ -350,7 +350,7 @@ def test_other_shapes(function, expected):
         lambda x: x.exp() @ x.mT / x.exp().sum(-1, keepdim=True),
         lambda x: MAP(x).softmax(-1) @ (MAP(x).softmax(-2).mT @ x),  # linear attention
         lambda x: ((MAP(x).softmax(-2).mT @ x).mT @ MAP(x).softmax(-1).mT).mT,
-        lambda x: torch.einsum('bnc,bcd->bnd', MAP(x), torch.einsum('bnc,bnd->bcd', MAP(x).softmax(1), x)),
+        lambda x: torch.einsum('bnc,bcd->bnd', MAP(x).softmax(-1), torch.einsum('bnc,bnd->bcd', MAP(x).softmax(1), x)),
     ],
 )
 def test_no_attention(function):
@@ -359,6 +359,12 @@ def test_no_attention(function):
     with watching(module, lambda *own: maps.append(own)), watching_outputs(module, lambda *own: maps.append(own)):
         module(torch.randn(2, 3, 6))
     assert not maps
+
+
+def test_attention_of_channels():
+    """Of maps that are no probabilities, products with what softmax gave the channels; CoaT and lambda layers."""
+    maps = seen(lambda x: MAP(x) @ (MAP(x).softmax(-2).mT @ x), torch.randn(2, 7, 6))
+    assert [tuple(probs.shape) for _, probs in maps] == [(2, 1, 4, 7)]
 
 
 def test_attention_to_what_attention_pooled():
