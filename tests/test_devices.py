@@ -17,11 +17,10 @@ from attncnn_plugin.attention import AttentionLayer
 
 OWN_CONSTRUCTORS = ('vit_small_patch16_dinov3', 'convit_tiny')  # timm makes tensors on the default device there
 QUICK = (*KINDS, *verbs.VITS, verbs.CNN)  # which stand for the others
-ON_THE_WAY = (verbs.maps, verbs.recorder, verbs.importance, verbs.steps)  # of reports and prunings, for the others
 CASES = [
     pytest.param(verb, name, marks=() if name in QUICK else pytest.mark.slow)
     for verb, name in verbs.CASES
-    if name in QUICK or name not in OWN_CONSTRUCTORS and verb not in ON_THE_WAY
+    if name not in OWN_CONSTRUCTORS
 ]
 
 

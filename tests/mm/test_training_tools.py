@@ -301,3 +301,12 @@ def test_no_training_without_its_parameters(resnet, tmp_path):
     last = log.strip().splitlines()[-1]
     assert 'the optimizer was built before the model took the structure of the checkpoint' in last
     assert "phase='attn' of CMHSA or of the backbone ConvToAttention" in last
+
+
+@pytest.mark.slow
+def test_the_config_of_two_minutes(repository, tmp_path):
+    """As the documentation has it, from the beginning to the end."""
+    log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)
+    scores = [float(score) for score in re.findall(r'accuracy/top1: ([\d.]+)', log)]
+    assert len(scores) == 30 and 'Transition at epoch 15:\n' in log
+    assert min(scores[14], scores[-1]) > 97
