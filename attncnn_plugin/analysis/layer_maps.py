@@ -207,13 +207,7 @@ def _seen_on_images(
                 add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        if not probs.isfinite().all():
-            raise ValueError(
-                f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images '
-                'must be'
-            )
-        on_grid = places.on_grid(probs[:, :1]) if 'all' in parts else None
-        if on_grid is None or on_grid[1] == (1, 1) or (probs < 0).any():
+        if not are_between_patches(name, probs, places) or 'all' not in parts:
             others[name] = tuple(probs.shape)
             return
         windows[name] = places.are_windows
@@ -227,13 +221,7 @@ def _seen_on_images(
             break
     if not seen:
         raise no_attention(model, others)
-    if others:
-        shapes = ', '.join(f'{name} {shape}' for name, shape in others.items())
-        warnings.warn(
-            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
-            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
-            stacklevel=2,
-        )
+    warn_of(model, others)
     means, number = {}, len(next(iter(images.values())) if isinstance(images, Mapping) else images)
     for (name, part), own in sums.items():
         (layer, grid), count = seen[name], own.pop('count')
@@ -241,6 +229,31 @@ def _seen_on_images(
         values.update(window=getattr(layer, 'window', None), in_windows=windows.get(name, False))
         means[name, part] = MeanAttention(grid=grid, num_images=number, **values)
     return seen, means
+
+
+def are_between_patches(name: str, probs: Tensor, places: Places) -> bool:
+    """Says whether attention of another library is between all patches of a grid, and has no negative weights.
+
+    Raises:
+        ValueError: Probabilities that are not finite.
+    """
+    if not probs.isfinite().all():
+        raise ValueError(
+            f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images must be'
+        )
+    on_grid = places.on_grid(probs[:, :1])
+    return on_grid is not None and on_grid[1] != (1, 1) and bool((probs >= 0).all())
+
+
+def warn_of(model: nn.Module, others: Mapping[str, Sequence[int]]) -> None:
+    """Warns that attention of these shapes is left out."""
+    if others:
+        shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
+        warnings.warn(
+            f'attention of a {type(model).__name__} is left out, for it is not between all patches of a grid, has '
+            f'negative weights, or no part that depends only on position: {shapes}; attention_maps returns it',
+            stacklevel=2,
+        )
 
 
 def maps_between_patches(probs: Tensor, places: Places) -> Iterator[Tuple[Grid, Dict[str, Tensor]]]:

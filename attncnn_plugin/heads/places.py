@@ -63,14 +63,14 @@ class Followed:
         if not tensors:
             return
         first, name = tensors[0], func.__name__
-        if name in MOVES or name.rstrip('_') in MOVES:
+        if not {name, name.rstrip('_')}.isdisjoint(MOVES):
             self.move(func, args, kwargs, output)
-        elif name in WRITES or name.rstrip('_') in WRITES:
+        elif not {name, name.rstrip('_')}.isdisjoint(WRITES):
             if any(own is not args[0] for own in tensors):  # of what has no numbers it takes the place
                 self.move(func, args, kwargs, args[0] if output is None else output, writes=True)
         elif func is torch.einsum:
             self.sum_up(args, output)
-        elif name.endswith('_like') or name.startswith('new_') or 'index_' in name or 'scatter' in name:
+        elif name.endswith('_like') or any(word in name for word in ('new_', 'index_', 'scatter')):
             self.numbers.pop(output, None)  # other values, or sums of several places
         elif not isinstance(output, Tensor) or not output.is_floating_point():
             return
@@ -79,14 +79,15 @@ class Followed:
             if first is everything[0] and output.shape[:-1] == first.shape[:-1] and rows is not None:
                 self.numbers[output] = rows[..., None].expand(output.shape)
         elif any(kind in name for kind in GRIDS):
-            if output.ndim == first.ndim > 2 and len(output) == len(first):
-                before = self.numbers[first]
-                same = output.shape[2:] == first.shape[2:]
-                self.numbers[output] = before[:, :1].expand(output.shape) if same else new_numbers(output, before)
+            self.renumber(first, output)
         else:
-            for own in tensors[::-1]:
-                if own.shape == output.shape:
-                    self.numbers[output] = self.numbers[own]
+            self.take_over(tensors[::-1], [output] * len(tensors))
+
+    def renumber(self, grid: Tensor, output: Tensor) -> None:
+        """Numbers what a convolution or a pooling made of a grid, anew where it has another size."""
+        if output.ndim == grid.ndim > 2 and len(output) == len(grid):
+            before, same = self.numbers[grid], output.shape[2:] == grid.shape[2:]
+            self.numbers[output] = before[:, :1].expand(output.shape) if same else new_numbers(output, before)
 
     def take_over(self, tensors: Any, others: Any) -> None:
         """Gives other tensors, of the same values, the numbers of tensors."""

@@ -469,9 +469,10 @@ class FunctionsSeen(TorchFunctionMode):
         output = func(*args, **kwargs)
         if isinstance(output, Tensor) and (output.is_nested or torch._C._functorch.is_batchedtensor(output)):
             return output
+        is_empty = isinstance(output, Tensor) and not output.numel()  # of no images
         with torch.no_grad():
             self.places.follow(func, args, kwargs, output)
-            attention = self.see(func, args, kwargs, output)
+            attention = None if is_empty else self.see(func, args, kwargs, output)
         if attention is None or self.watch.touch is None or not self.watch.wanted(attention.name):
             return output
         several = isinstance(output, tuple)  # with statistics of the softmax
@@ -492,8 +493,6 @@ class FunctionsSeen(TorchFunctionMode):
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Finds out whether a call was attention, and returns it then."""
-        if isinstance(output, Tensor) and not output.numel():
-            return None  # of no images
         if func is F.scaled_dot_product_attention:
             return self.see_fused(probs_of_dot_products, output, *args, **kwargs)
         if getattr(func, '__name__', '') == 'flex_attention':
@@ -725,15 +724,7 @@ class FunctionsSeen(TorchFunctionMode):
             with suppress(RuntimeError, TypeError, ValueError, IndexError):
                 moved = func(*replaced(args, others), **kwargs)
         elif func is torch.einsum:
-            operands = flat(args[1:])
-            inputs, of_output = axes_of(args[0], operands)
-            axes = next((axes for own, axes in zip(operands, inputs) if own is tensors[0]), '')
-            summed = [axes.index(axis) for axis in axes if axis not in of_output]
-            if summed:
-                kept = [axes.index(axis) for axis in axes if axis in of_output]
-                self.take_up(attention, numbers.permute(kept + summed).flatten(len(kept)), floats)
-            elif len(of_output) == len(axes) > 0:
-                moved = numbers.permute([axes.index(axis) for axis in of_output])
+            moved = self.follow_einsum(attention, numbers, tensors[0], floats, args)
         elif func in PRODUCTS and len(floats) == 2 and numbers.ndim > 1:
             is_first = floats[func in TURNED] is tensors[0]
             self.take_up(attention, numbers if is_first else numbers.mT, floats)
@@ -752,6 +743,21 @@ class FunctionsSeen(TorchFunctionMode):
             for axis in range(1, new.ndim) if moved is not None else ():
                 if (channels > 1 or axis == new.ndim - 1) and self.show_joined(attention, new.movedim(axis, -1)):
                     return
+
+    def follow_einsum(
+        self, attention: Attention, numbers: Tensor, output: Tensor, floats: Sequence[Tensor], args: Any
+    ) -> Optional[Tensor]:
+        """Takes up an output that ``torch.einsum`` sums up, or returns its numbers with the axes in the new order."""
+        operands = flat(args[1:])
+        inputs, of_output = axes_of(args[0], operands)
+        axes = next((axes for own, axes in zip(operands, inputs) if own is output), '')
+        summed = [axes.index(axis) for axis in axes if axis not in of_output]
+        if summed:
+            kept = [axes.index(axis) for axis in axes if axis in of_output]
+            self.take_up(attention, numbers.permute(kept + summed).flatten(len(kept)), floats)
+        elif len(of_output) == len(axes) > 0:
+            return numbers.permute([axes.index(axis) for axis in of_output])
+        return None
 
     def take_up(self, attention: Attention, numbers: Tensor, tensors: Sequence[Tensor]) -> None:
         """Takes up the output of attention in a sum along its last axis, of heads, channels or queries.
