@@ -207,7 +207,7 @@ def _seen_on_images(
                 add(name, part, probs=probs, relative_entropy=relative_entropy_of_maps(probs))
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        if not are_between_patches(name, probs, places) or 'all' not in parts:
+        if 'all' not in parts or not are_between_patches(name, probs, places):
             others[name] = tuple(probs.shape)
             return
         windows[name] = places.are_windows
