@@ -86,7 +86,7 @@ class Browser:
         ]
 
     def wait(self, condition):
-        end = time.time() + 20
+        end = time.time() + 60
         while not self.script(f'return {condition}'):
             assert time.time() < end, f'{condition} does not come true'
             time.sleep(0.02)

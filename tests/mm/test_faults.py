@@ -126,7 +126,7 @@ def test_numbers_of_one_rank_that_are_not_finite(folder):
 def test_one_rank_dies(folder):
     start = time.monotonic()
     log = train_two(folder / 'batch4.py', folder / 'dead', expected=1, FAULT=f'SIGKILL,{ITERATIONS},1')
-    assert time.monotonic() - start < 90
+    assert time.monotonic() - start < 600  # gloo gives up after 1,800 s
     assert 'Signal 9 (SIGKILL) received by PID' in log
 
 

@@ -480,6 +480,8 @@ def test_killed_twice(tmp_path):
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
+        with (tmp_path / 'stopped/lock').open() as lock:  # the training, killed too, may hold it for another moment
+            reproduce.fcntl.flock(lock, reproduce.fcntl.LOCK_EX)
     run('python', *tool, tmp_path / 'stopped', folder=tmp_path)
     whole, again = (json.loads((tmp_path / name / 'starts.json').read_text()) for name in ('whole', 'stopped'))
     assert len(whole) == 1 and len(list(folder.glob('*/vis_data'))) == 3
