@@ -1,6 +1,8 @@
 """Models that are convolutional at first and attention later (L21, section 4)."""
 
 import inspect
+import itertools
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence, Union, runtime_checkable
 
@@ -9,11 +11,12 @@ from torch import nn
 
 from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
-from ..change import Change, Successor, all_or_nothing, check_not_distributed, within
+from ..change import Change, all_or_nothing, check_not_distributed, within
 from ..convert import convs_to_attention
 from ..convert.models import check_convertible
 from ..convert.pixels import check_settings
-from .loops import Optimizers, check_epochs, hand_over, in_list, uncompiled
+from ..pruning import replace_parameters
+from .loops import Optimizers, check_epochs, in_list, uncompiled
 
 
 @runtime_checkable
@@ -153,9 +156,6 @@ class TwoPhases:
             changes = {names[part]: part.to_attention(seeded(self.seed)) for part in parts}
         else:
             changes = {'': convs_to_attention(model, self.globs, generator=seeded(self.seed), **self.settings)}
-        replaced: Dict[nn.Parameter, Successor] = {}
-        for name, change in changes.items():
-            replaced.update(within(name, change.replaced))
-        for own in optimizers:
-            hand_over(own, model, replaced, anew=True)
+        for own, (name, change) in itertools.product(optimizers, changes.items()):
+            replace_parameters(own, replace(change, replaced=within(name, change.replaced)), anew=True)
         return list(changes.values())

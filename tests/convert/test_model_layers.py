@@ -114,7 +114,7 @@ REFUSED = {  # what becomes of the model, the layers that are named, and the mes
         '*',
         r'stem\.conv shares a parameter, stem\.weight and stem\.conv\.weight are one',
     ),
-    'hook': (hooked('register_forward_hook'), '*', r'stage\.1\.conv1 has hooks, parametrizations or a'),
+    'hook': (hooked('register_forward_hook'), '*', r'stage\.1\.conv1 has hooks, parametrizations, a forward of its own or a'),
     'backward hook': (hooked('register_full_backward_hook'), '*', r'stage\.1\.conv1 has hooks'),
     'forward': (put('stage.1.conv1.forward', lambda model: lambda x: x), '*', r'stage\.1\.conv1 .* forward of its own'),
     'tensor hook': (hooked('weight.register_hook'), '*', r'stage\.1\.conv1\.weight has hooks'),
