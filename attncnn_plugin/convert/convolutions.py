@@ -82,7 +82,7 @@ def computed(conv: Any) -> Computed:
     axes = zip(window.kernel_size, window.stride, window.dilation, window.padding)
     least = [s * math.ceil(max(d * (k - 1) + 1 + s, *(n + 2 for n in padding)) / s) for k, s, d, padding in axes]
     images = [draw((1, conv.weight.shape[1] * conv.groups, *(n + more for n in least))) for more in (0, 1)]
-    drawn = [None if own is None else own.detach().clone() for own in (trial.weight, trial.bias)]
+    drawn: List[Any] = [None if own is None else own.detach().clone() for own in (trial.weight, trial.bias)]
     runs = list(itertools.product((False, True), images))
     outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x, training) for training, x in runs))
     own = all(a is b is None or torch.equal(a, b) for a, b in zip(drawn, (weight, bias)))  # of before it ran

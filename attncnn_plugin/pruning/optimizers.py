@@ -19,9 +19,10 @@ def replace_parameters(
     """Gives an optimizer the parameters that took the place of others, with the state of the entries that were kept.
 
     The groups, their order and their settings stay: parameters join the group of the one whose place they took. Where
-    others took places, a group is in the order of the model, as that of a new optimizer to resume with. State that has the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new
-    order. A single number, such as that of the steps, stays. Parameters that have no entries of old ones, such
-    as the centres of heads that were a convolution, begin without state.
+    others took places, a group is in the order of the model, as that of a new optimizer to resume with. State that has
+    the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new order. A
+    single number, such as that of the steps, stays. Parameters that have no entries of old ones, such as the centres of
+    heads that were a convolution, begin without state.
 
     The same becomes of optimizers inside, at any depth, as of SAM, Lookahead and accelerate's and mmengine's wrappers.
 

@@ -54,7 +54,7 @@ class TwoPhases:
         layers (str | Sequence[str], optional): The convolutions to turn, names or globs such as
             ``'layer4.*.conv2'``, of a CNN. Defaults to None, means those of a model that has phases, such as a CMHSA.
         seed (int): Of what is drawn; the same on every rank. Defaults to 0.
-        **settings (Any): With ``layers``: those of :func:`~attncnn_plugin.convert.convs_to_attention`. Heads need
+        **settings (Any): With ``layers``: those of :func:`~attncnn_plugin.convert.conv_to_mhsa`. Heads need
             ``alpha=6`` or so to learn.
 
     Raises:
@@ -68,7 +68,7 @@ class TwoPhases:
         (self.epoch,) = check_epochs(f'epoch={epoch!r} of TwoPhases', [epoch])
         if settings and layers is None:
             raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
-        unknown = settings.keys() - inspect.signature(check_settings).parameters - {'inputs'}
+        unknown = settings.keys() - inspect.signature(check_settings).parameters
         if unknown:
             raise TypeError(f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa')
         self.globs = [layers] if isinstance(layers, str) else layers
@@ -92,8 +92,7 @@ class TwoPhases:
                 "CNN, such as layers='layer4.*.conv2'"
             )
         if phase == 'conv' and self.globs is not None:
-            settings = {key: value for key, value in self.settings.items() if key != 'inputs'}
-            check_convertible(model, self.globs, settings)
+            check_convertible(model, self.globs, self.settings)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
