@@ -29,18 +29,15 @@ def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
 
 
 class GridBackbone:
-    """mmpretrain's interface: outputs, frozen stages and layer depths.
+    """mmpretrain's interface: outputs of some blocks, or their means.
 
     A backbone inherits from this class, its network and mmengine's ``BaseModule``, in this order. All outputs pass
     through its ``featmap``, the target layer for class activation maps, as ``(B, D, H, W)``.
     """
 
-    frozen_stages = -1  # while the network is being built
     passed_on: Tuple[str, ...]  # arguments that the network has by the same names
 
-    def _build(
-        self, size, network, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, **own
-    ):
+    def _build(self, size, network, out_indices=-1, out_type='featmap', with_cp=False, init_cfg=None, **own):
         """Builds the network, and the interface by those options that are not the network's."""
         refuse_unknown(type(self).__name__, [name for name in own if name not in self.passed_on])
         super().__init__(num_classes=0, **network, **own)
@@ -59,10 +56,6 @@ class GridBackbone:
 
         check_choice('out_type', out_type, ('featmap', 'avg_featmap'))
         self.out_type = out_type
-        if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
-            raise ValueError(f'frozen_stages={frozen_stages!r} must be -1, or from 0 to {self.num_layers} blocks')
-        self.frozen_stages = frozen_stages
-        self._freeze_stages()
         self.register_load_state_dict_post_hook(record_new_parameters)
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
@@ -74,34 +67,6 @@ class GridBackbone:
         if self.out_type == 'avg_featmap':
             return tuple(feature.mean(dim=(2, 3)) for feature in features)
         return tuple(features)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self._freeze_stages()
-        return self
-
-    def get_layer_depth(self, param_name: str, prefix: str = '') -> Tuple[int, int]:
-        """Returns the depth of a parameter, 0 for the stem, i + 1 for block i, and the number of depths.
-
-        The last one is for the final norm and what follows the backbone, whose names have no ``prefix``.
-        """
-        num_layers = self.num_layers + 2
-        part, *rest = param_name[len(prefix) :].split('.')
-        if param_name.startswith(prefix) and part == 'stem':
-            return 0, num_layers
-        if param_name.startswith(prefix) and part == 'blocks':
-            return int(rest[0]) + 1, num_layers
-        return num_layers - 1, num_layers
-
-    def _freeze_stages(self) -> None:
-        """Stops the gradient of the stem and of the first blocks, in eval mode; of the norm after all of them too."""
-        if self.frozen_stages >= 0:
-            frozen = [self.stem, *self.blocks[: self.frozen_stages]]
-            if self.frozen_stages == self.num_layers:
-                frozen.append(self.norm)
-            for module in frozen:
-                module.eval()
-                module.requires_grad_(False)
 
 
 @MODELS.register_module()
@@ -140,8 +105,6 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseModule):
             - ``"avg_featmap"``: The global averaged feature map with shape (B, C).
 
             Defaults to ``"featmap"``.
-        frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
-            first n blocks. -1 means not freezing any parameters. Defaults to -1.
         drop_rate (float): Probability of a hidden state to be zeroed; 0.1 in the paper. Defaults to 0.
         attn_drop_rate (float): Probability of an attention probability to be zeroed; 0.1 in the paper. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
@@ -219,7 +182,7 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseModule):
     Args:
         img_size, patch_size, kernel_size, head_dim, min_head_dim: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
         qk_dim, null_key, phase, attn_bias_init, drop_path_rate: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
-        in_channels, out_indices, out_type, frozen_stages, with_cp, init_cfg: As of :class:`SAQuadratic`.
+        in_channels, out_indices, out_type, with_cp, init_cfg: As of :class:`SAQuadratic`.
         num_layers (int): The number of blocks. Defaults to 6.
         feedforward_channels (int, optional): The hidden dimensions of the feed-forward networks. Defaults to None,
             means four times the dimensions of a token.

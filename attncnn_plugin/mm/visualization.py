@@ -20,11 +20,11 @@ class AttentionVisualizationHook(Hook):
 
     The model has softmax attention between patches, of this package or of others.
 
-    At the start, every ``interval`` epochs and after the last one there are two pictures, ``attention_centers``, one
-    panel a layer, and ``attention_probs``, one map a head. At the start and after every epoch each head's centre and
-    width are recorded as scalars, ``attention/{layer}/head{number}/center_row``, ``…/center_column`` and ``…/width``,
-    in tokens, from which :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres. A
-    head that gives all to a null key has none.
+    At the start, every ``interval`` epochs and at the end there are two pictures, ``attention_centers``, one panel a
+    layer, and ``attention_probs``, one map a head. At the start and after every epoch each head's centre and width are
+    recorded as scalars, ``attention/{layer}/head{number}/center_row``, ``…/center_column`` and ``…/width``, in tokens,
+    from which :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres. A head that
+    gives all to a null key has none.
 
     A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over eight
     images of the validation set, or of the training set if there is none. The weights shown are those in training, not
@@ -59,9 +59,15 @@ class AttentionVisualizationHook(Hook):
     def after_train_epoch(self, runner) -> None:
         """Records the scalars, and draws the pictures if it is their turn."""
         epochs = runner.epoch + 1
-        self._show(runner, epochs, draw=epochs % self.interval == 0 or epochs == runner.max_epochs)
+        self._show(runner, epochs, draw=epochs % self.interval == 0)
 
-    def _show(self, runner, epochs: int, draw: bool) -> None:
+    @master_only
+    def after_train(self, runner) -> None:
+        """Draws the pictures of the end, which may have come early."""
+        if runner.epoch % self.interval:
+            self._show(runner, runner.epoch, draw=True, record=False)
+
+    def _show(self, runner, epochs: int, draw: bool, record: bool = True) -> None:
         """Records the scalars after some epochs, and draws the pictures."""
         model, scalars = unwrapped(runner.model), {}
         with random_numbers_kept(), torch.no_grad():
@@ -79,7 +85,8 @@ class AttentionVisualizationHook(Hook):
                         continue
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
-        add_scalars(runner, scalars, epochs)
+        if record:
+            add_scalars(runner, scalars, epochs)
         if draw:
             from ..visualization import plot_attention_centers, plot_heads
             from ..visualization.style import image_of

@@ -209,7 +209,7 @@ class CMHSANetwork(TimmNetwork):
                 is_matrix = own is old.conv.weight
                 replaced[own] = succession(own, {key: p for key, p in new.items() if (p.ndim == 2) == is_matrix})
             new = {}
-        self.train(self.training)  # the new modules too, and whatever a backbone freezes
+        self.train(self.training)  # the new modules too
         return Change(tuple(changes), before, number_of_parameters(self), replaced, order=[*self.parameters()])
 
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:

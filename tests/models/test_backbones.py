@@ -7,8 +7,7 @@ import pytest
 import torch
 from helpers.convolutions import relative_error
 from helpers.small import CMHSA_KINDS, SMALL_ARCH, SMALL_CMHSA, small_cmhsa, small_model, trained_like
-from mmengine.config import Config, ConfigDict
-from mmengine.optim import build_optim_wrapper
+from mmengine.config import Config
 from mmengine.registry import MODELS as ROOT
 from mmpretrain.models import build_classifier
 from mmpretrain.registry import MODELS
@@ -116,7 +115,6 @@ def test_named_architectures():
         (dict(out_indices=(0.5,)), r'out_indices=\(0.5,\) must name'),
         (dict(out_indices=()), r'out_indices=\(\) must name'),
         (dict(out_indices='01'), "out_indices='01' must name"),
-        (dict(frozen_stages=3), 'frozen_stages=3 must be'),
     ],
 )
 def test_errors(kwargs, message):
@@ -132,41 +130,6 @@ def test_a_config_cannot_set_what_the_backbone_decides():
         for name in (*names, 'num_classes', 'global_pool'):
             with pytest.raises(TypeError, match=f'{KINDS[kind]["type"]} has no argument {name}'):
                 backbone(kind, **{name: 3})
-
-
-@pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
-@pytest.mark.parametrize('kind', [SA, 'cmhsa_conv', 'cmhsa_attn'])
-def test_frozen_stages(kind, frozen_stages):
-    """In training mode too, and when convolutions have become attention."""
-    model = backbone(kind, frozen_stages=frozen_stages, drop_path_rate=0.1)
-    for _ in range(2):
-        for i, stage in enumerate([model.stem, *model.blocks]):
-            frozen = i <= frozen_stages
-            assert all(p.requires_grad != frozen for p in stage.parameters())
-            assert all(m.training != frozen for m in stage.modules())
-        assert all(p.requires_grad != (frozen_stages == 2) for p in model.norm.parameters())
-        assert model.train() is model
-        if getattr(model, 'phase', None) == 'conv':
-            model.to_attention()
-
-
-@pytest.mark.parametrize('kind', [SA, 'cmhsa_conv'])
-def test_layer_decay(kind):
-    """By the depth of each parameter: the stem, the blocks, and the norm with the head."""
-    model = classifier(kind)
-    wrapper = build_optim_wrapper(
-        model,
-        ConfigDict(
-            optimizer=dict(type='SGD', lr=1.0, weight_decay=1e-4),
-            constructor='mmpretrain.LearningRateDecayOptimWrapperConstructor',
-            paramwise_cfg=dict(layer_decay_rate=0.5),
-        ),
-    )
-    for name, rate in ((group['param_name'], group['lr']) for group in wrapper.optimizer.param_groups):
-        depths = {'stem': 0, 'blocks.0': 1, 'blocks.1': 2}
-        depth = next((depth for part, depth in depths.items() if name.startswith(f'backbone.{part}.')), 3)
-        assert rate == 0.5 ** (3 - depth), name
-    assert model.backbone.get_layer_depth('backbone.stem.proj.weight', 'backbone.') == (0, 4)
 
 
 @pytest.mark.parametrize(
