@@ -281,10 +281,9 @@ class ContentImageAttention(ImageAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.window_size = None if window_size is None else tuple(window_size)
+        self.window_size = None if window_size is None else list(window_size)  # as JSON has it
         self.qk_dim = qk_dim
-        near = None if window_size is None else list(window_size)  # as JSON has it
-        self.settings.update(content='gated' if gated else 'additive', window_size=near, qk_dim=qk_dim)
+        self.settings.update(content='gated' if gated else 'additive', window_size=self.window_size, qk_dim=qk_dim)
         dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
         self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
