@@ -19,8 +19,8 @@ from .convert.pixels import check_settings, new_attention
 from .heads.sizes import RECORD, FewerHeads, note_in_configs
 
 # Of a state dict, in a checkpoint.
-HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema', 'model_ema'
-WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
+HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'net', 'state_dict_ema', 'model_ema', 'ema', 'teacher'
+WRAPPERS = 'module.', '_orig_mod.', 'model.', 'net.'  # before the names of a model
 COUNTS = {'n_averaged', 'steps'}  # beside them, of averages of PyTorch and mmengine
 
 

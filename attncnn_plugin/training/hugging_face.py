@@ -1,8 +1,7 @@
 """Two phases and pruning in the ``Trainer`` of Hugging Face's transformers."""
 
-from typing import Any, Iterable, Optional, Union
+from typing import Any, Optional, Union
 
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..pruning.optimizers import check_optimizer
@@ -23,7 +22,6 @@ class EpochCallback(TrainerCallback):
         trainer (Trainer): The trainer. Its optimizer is created at once, for the model of the first epoch, since the
             trainer would create it after it has loaded a checkpoint of another structure.
         *parts (TwoPhases | PruneHeads): What happens, in this order.
-        copies (Iterable[nn.Module]): Averages of the model that other callbacks keep. Defaults to none.
 
     Raises:
         TypeError: The training is distributed: its wrapper cannot be built anew between two epochs.
@@ -34,15 +32,13 @@ class EpochCallback(TrainerCallback):
         >>> trainer.train()  # doctest: +SKIP
     """
 
-    def __init__(
-        self, trainer: Trainer, *parts: Union[TwoPhases, PruneHeads], copies: Iterable[nn.Module] = ()
-    ) -> None:
+    def __init__(self, trainer: Trainer, *parts: Union[TwoPhases, PruneHeads]) -> None:
         check_one_device(max(trainer.args.world_size, trainer.args.n_gpu))
         if trainer.model_init is not None:
             raise ValueError('the Trainer has a model_init, which builds another model later: give it a model')
         for part in parts:
             part.check(trainer.model)
-        self.parts, self.copies = parts, list(copies)
+        self.parts = parts
         self.follows = follow_as_it_loads(trainer.model, trainer.create_optimizer())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -79,4 +75,4 @@ class EpochCallback(TrainerCallback):
         self.epoch = int(epoch)
         if epoch == self.epoch:
             for part in self.parts:
-                part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], self.epoch, self.copies)
+                part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], self.epoch)

@@ -92,7 +92,7 @@ def test_a_new_optimizer_takes_the_state(kind):
     model, other = nn.Sequential(nn.Linear(2, 2), network, nn.Linear(2, 2)), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([dict(params=[*model[1:].parameters(), other]), dict(params=model[0].parameters())])
     optimizer.param_groups[1]['params'].reverse()
-    replace_parameters(optimizer, convs_to_attention(network, '*') if kind == 'CNN' else network.to_attention())
+    replace_parameters(optimizer, convs_to_attention(model, '*') if kind == 'CNN' else network.to_attention())
     new = [*map(id, model[1:].parameters()), id(other)], [id(model[0].bias), id(model[0].weight)]
     assert new == tuple([*map(id, group['params'])] for group in optimizer.param_groups)
 

@@ -475,6 +475,7 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     [
         lambda state: dict(meta={}, state_dict=state),
         lambda state: dict(epoch=3, model_ema=state),
+        lambda state: dict(teacher={f'net.{name}': value for name, value in state.items()}, student={}),
         lambda state: {f'module.{name}': value for name, value in state.items()},
         lambda state: {'n_averaged': torch.tensor(2), **{f'module.{name}': value for name, value in state.items()}},
         lambda state: {name: (value + value.double()) / 2 for name, value in state.items()},
