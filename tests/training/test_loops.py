@@ -1,8 +1,8 @@
 """Two phases and pruning in a plain loop: optimizer, average, resuming, two ranks, mistakes."""
 
-import gc
 import copy
 import functools
+import gc
 import io
 import os
 import signal
