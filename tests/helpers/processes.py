@@ -86,7 +86,7 @@ def environment(folder: Path, **variables: str) -> Dict[str, str]:
         **os.environ,
         'PATH': os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']]),
         'PYTHONPATH': os.pathsep.join(map(str, modules)),
-        'OMP_NUM_THREADS': '1',
+        'OMP_NUM_THREADS': str(torch.get_num_threads()),  # others would sum in another order
         **variables,
     }
 
