@@ -4,11 +4,13 @@ import gc
 import importlib.util
 import os
 import pathlib
+import random
 import re
 import runpy
 import sys
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from helpers.versions import new_hugging_face
@@ -91,10 +93,23 @@ def pytest_xdist_make_scheduler(config, log):
     return WorkStealingScheduling(config, log) if config.option.dist == 'load' else None
 
 
+def begin_random_numbers():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    """What several tests share is drawn alike, whichever test ran before."""
+    if fixturedef.scope != 'function':
+        begin_random_numbers()
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     """The same random numbers for every test, and nothing compiled: another's sizes would make this one's dynamic."""
-    torch.manual_seed(0)
+    begin_random_numbers()
     if 'torch._dynamo' in sys.modules:
         torch._dynamo.reset()
     yield

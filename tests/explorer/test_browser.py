@@ -404,12 +404,19 @@ def test_one_scale_or_one_for_each_head(browser, tmp_path):
 def test_play_moves_the_query_until_it_is_stopped(browser, pages):
     browser.open(pages['quadratic'][2], '#query=5,9')
     browser.click('#play')
-    browser.wait("document.getElementById('query-place').textContent === 'Row 0, column 1'")  # after the last the first
+    browser.wait("document.getElementById('query-place').textContent !== 'Row 5, column 9'")
+    browser.click('#play')
+    assert browser.script('return playing') is None
+    browser.open(pages['quadratic'][2], '#query=5,9')
+    browser.script('window.setInterval = (next) => (window.next = next, 1)')  # as slow as the test
+    browser.click('#play')
+    for place in ('Row 0, column 0', 'Row 0, column 1'):  # after the last the first
+        browser.script('next()')
+        browser.settle()
+        assert browser.text('query-place') == place
     assert browser.text('play') == 'Stop' and browser.text('lock') == 'Locked'
     browser.press('#query', 'escape')
-    browser.settle()
-    place = browser.text('query-place')
-    assert browser.text('play') == 'Play' and browser.text('lock') == 'Lock' and place.startswith('Row 0, column ')
+    assert browser.text('play') == 'Play' and browser.text('lock') == 'Lock' and browser.text('query-place') == place
     assert browser.script('return playing') is None
 
 

@@ -86,7 +86,7 @@ def environment(folder: Path, **variables: str) -> Dict[str, str]:
         **os.environ,
         'PATH': os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']]),
         'PYTHONPATH': os.pathsep.join(map(str, modules)),
-        'OMP_NUM_THREADS': '1',
+        'OMP_NUM_THREADS': str(torch.get_num_threads()),  # others would sum in another order
         **variables,
     }
 
@@ -126,7 +126,7 @@ def _run_here(words, folder):
     output, arguments, paths, modules = io.StringIO(), sys.argv, list(sys.path), set(sys.modules)
     is_module = words[0] == '-m'
     sys.argv, sys.path[:0] = words[is_module:], [str(folder), *([] if is_module else [str(Path(words[0]).parent)])]
-    _forget_runs()
+    forget_runs()
     status = 0
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
@@ -141,11 +141,11 @@ def _run_here(words, folder):
     for name in set(sys.modules) - modules:  # others have modules of the same name
         if getattr(sys.modules[name], '__file__', None) and Path(sys.modules[name].__file__).parent == Path(folder):
             del sys.modules[name]
-    _forget_runs()
+    forget_runs()
     return status, output.getvalue()
 
 
-def _forget_runs():
+def forget_runs():
     """Two runs within a second have the same name: loggers, visualizers and histories would be those of the first."""
     if 'mmengine.utils.manager' in sys.modules:
         kinds = list(sys.modules['mmengine.utils.manager'].ManagerMixin.__subclasses__())

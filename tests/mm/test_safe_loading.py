@@ -38,6 +38,7 @@ def config(repository, tmp_path):
 
 def load_from_openmmlab(path, config, monkeypatch):
     monkeypatch.setattr(checkpoint, 'get_external_models', lambda: dict(here=path))
+    monkeypatch.setenv('MMENGINE_HOME', os.path.dirname(path))  # for what it downloads, elsewhere than in the user's
     CheckpointLoader.load_checkpoint('openmmlab://here')
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.flops import paper_flops
 from helpers.images import write_images
-from helpers.processes import rates
+from helpers.processes import forget_runs, rates
 from helpers.small_configs import small_config
 from matplotlib import _tight_bbox
 from mmpretrain.utils import load_json_log
@@ -53,6 +53,7 @@ def call(repository, folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, 'argv', [path, *map(str, arguments)])
             patch.chdir(folder)
+            forget_runs()
             runpy.run_path(path, run_name='__main__')
 
     yield call
