@@ -388,6 +388,9 @@ def test_weights_that_something_computes(change):
         torch.testing.assert_close(other(images), masked(images), rtol=1e-12, atol=1e-12)
 
 
+BATCH = torch.zeros(2, 3, SIZE, SIZE), torch.tensor([0, 1])
+
+
 def tie(model, name):
     setattr(model.blocks[1].attn.qkv, name, getattr(model.blocks[0].attn.qkv, name))
 
@@ -405,7 +408,7 @@ def test_refused_parameters(change, message):
     model, images = small_vit(VIT), torch.randn(2, 3, SIZE, SIZE)
     change(model)
     expected = model(images)
-    for pruning in (lambda: prune_heads(model, {1: [1]}), lambda: PruneHeads(keep=3).check(model)):
+    for pruning in (lambda: prune_heads(model, {1: [1]}), lambda: PruneHeads(batches=[BATCH], keep=3).check(model)):
         with pytest.raises((TypeError, ValueError), match=f'cannot be removed.*{message}'):
             pruning()
     assert torch.equal(model(images), expected)
@@ -537,7 +540,10 @@ def test_weights_that_are_not_plain(change, message):
     """In the second layer: the first keeps its heads too."""
     model = change(small_vit(VIT))
     before = list(model.parameters())
-    for wrong in (lambda: prune_heads(model, {0: [0], 1: [0]}), lambda: PruneHeads(keep=3).check(model)):
+    for wrong in (
+        lambda: prune_heads(model, {0: [0], 1: [0]}),
+        lambda: PruneHeads(batches=[BATCH], keep=3).check(model),
+    ):
         with pytest.raises(TypeError, match=f'heads of blocks.[01].attn cannot be removed: {message}'):
             wrong()
     assert all(one is other for one, other in zip(before, model.parameters())) and numbers(model) == [3, 3]
