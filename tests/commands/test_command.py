@@ -30,7 +30,7 @@ def test_every_verb_has_a_module_and_an_example():
 def test_nothing_is_said_beside_the_lines_of_the_verb(repository, tmp_path):
     words = ['plot', '--timm', 'sa_quadratic_small', '--pretrained', '--figure', 'heads', '--images']
     image = repository / 'attncnn_plugin/weights/images/frog.png'
-    command = [sys.executable, '-W', 'default', '-m', 'attncnn_plugin', *words, image]
+    command = [sys.executable, '-m', 'attncnn_plugin', *words, image]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, '') and (tmp_path / 'heads.png').is_file()
     said = run(sys.executable, '-m', 'attncnn_plugin', 'report', '--help', folder=tmp_path)
