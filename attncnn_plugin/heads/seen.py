@@ -792,7 +792,8 @@ class FunctionsSeen(TorchFunctionMode):
         """
         are_values = any(own in self.weights for own in tensors)  # of another attention
         if are_values and attention.of_map and attention in self.open and attention.has_queries(numbers):
-            attention.is_linear, attention.run[attention.number] = True, False
+            attention.is_linear = True
+            attention.run.pop(attention.number)
             self.open.remove(attention)
         else:
             attention.run[attention.number] &= not are_values

@@ -42,11 +42,6 @@ class HeadMeans:
                 'attention that gives several outputs of its heads in a run, as for two sources or with relative '
                 'values, has no one mean output: set bias_correction=False'
             )
-        return self.of_each_head
-
-    @property
-    def of_each_head(self) -> Sequence[Tensor]:
-        """The mean of this output of each head, ``(D_h,)``."""
         return (self.total / self.count).split(self.widths)
 
 
@@ -92,7 +87,7 @@ def replaced(
 ) -> Tensor:
     """Returns an output with that of one head at its mean, or at zero."""
     own = means[product_of(attention)]
-    attention.heads, mean = known_heads(attention, own.axes), own.of_each_head[head]
+    attention.heads, mean = known_heads(attention, own.axes), (own.total / own.count).split(own.widths)[head]
     return attention.where([head], torch.zeros_like(mean) if by_zero else mean, output)
 
 
