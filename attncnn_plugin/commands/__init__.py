@@ -3,6 +3,8 @@
 import argparse
 import ast
 import importlib
+import io
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -168,7 +170,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         '--checkpoint, --pretrained and --model-kwargs are for --timm': of_timm and not args.timm,
         '--cfg-options is for --mm': args.cfg_options and not args.mm,
     }
-    suffixes = {'maps': ('.npz',), 'rank': PICTURES, 'plot': PICTURES}.get(args.verb, ('',))
+    kinds = dict(maps=('.npz',), report=('.json',), explore=('.html',), rank=PICTURES, plot=PICTURES)
+    suffixes = kinds.get(args.verb, ('',))
     if args.verb == 'plot':
         args.out = args.out or f'{args.figure}.png'
         of_run, figure = args.figure == 'movement', f'--figure {args.figure} is of'
@@ -184,14 +187,25 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         wrong = ways != 1 or args.heads and (args.criterion or args.layers != '*')
         problems["which heads go? one of --heads '{0: [1]}', --criterion degenerate and --share 30% says it"] = wrong
     if args.out is not None:
+        args.out = os.path.expanduser(args.out)  # a shell leaves --out=~/file as it is
         out = f'{"--json" if args.verb == "report" else "--out"} {args.out}'
         problems[f'{out} must end in {" or ".join(suffixes)}'] = not args.out.endswith(suffixes)
-        problems[f'{out} is a folder already: name a new one'] = Path(args.out).is_dir()
+        path = Path(args.out).resolve()
+        above = next(folder for folder in path.parents if folder.exists())
+        problems[f'{out} cannot be written: {above} is no folder, or not yours'] = not (
+            above.is_dir() and os.access(above, os.W_OK)
+        )
+        problems[f'{out} is a folder already: name a new one'] = path.is_dir()
+        files = args.hf, args.checkpoint, *(args.mm or ()), *(getattr(args, 'images', None) or ())
+        read = {Path(own).resolve() for own in files if own}
         if args.verb in ('prune', 'convert', 'start'):
-            problems[f'{out} exists already: name a new one'] = Path(args.out).exists()
+            problems[f'{out} exists already: name a new one'] = path.exists()
             problems[f'{out} must end in .pth: mmengine does not read safetensors'] = (
                 args.mm and args.out[-4:] != '.pth'
             )
+        problems[f'{out} is read, or in a folder that is read: name a new file'] = path.exists() and bool(
+            read & {path, *path.parents}
+        )
     for message, wrong in problems.items():
         if wrong:
             parser.error(message)
@@ -200,12 +214,16 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def main(words: Optional[Sequence[str]] = None) -> None:
     """Runs the command; an error is a sentence and status 2."""
     args = parse_args(words)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an arrow in another encoding is no reason to stop
+        sys.stdout.reconfigure(errors='replace')
     warnings.filterwarnings('ignore', 'pkg_resources is deprecated')  # which mmengine loads again and again
     try:
         said = importlib.import_module(f'.{args.verb}', __name__).run(args)
+        print('', *said, sep='\n', flush=True)
+    except BrokenPipeError:  # nobody reads on; all files are written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.stderr.write(f'attncnn {args.verb}: {error}\n')
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    print('', *said, sep='\n')

@@ -26,9 +26,9 @@ def run(args: Namespace) -> List[str]:
     else:
         settings = {} if args.alpha is None else dict(alpha=args.alpha)
         changes = [convs_to_attention(model, args.layers, loaded.example(), **settings)]
+    write_checkpoint(args.out, model.state_dict(), loaded.meta)
     for change in changes:
         print(change)
-    write_checkpoint(args.out, model.state_dict(), loaded.meta)
     return [
         f'Layers that are attention now: {sum(len(change.layers) for change in changes) or len(parts)}',
         f'Saved {args.out}',

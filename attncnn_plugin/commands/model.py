@@ -1,6 +1,7 @@
 """Loads a timm, Hugging Face or mmpretrain model together with its preprocessing and its images."""
 
 import difflib
+import os
 import shutil
 import sys
 from argparse import Namespace
@@ -65,10 +66,12 @@ class LoadedModel:
             raise ValueError(f'image {path} must be a file: {self.name} has no test set')
         try:
             with Image.open(path) as image:
+                if image.mode == 'F' or (image.mode, image.format) == ('I', 'TIFF'):
+                    raise OSError('its levels have 32 bits: save it with 8 or 16')
                 if image.mode.startswith('I'):  # levels of 16 bits, most of which are white after convert()
                     image = image.convert('I').point(lambda level: level / 256)
                 pixels = image.convert('L' if self.shape and self.shape[0] == 1 else 'RGB')
-        except OSError as error:
+        except (OSError, Image.DecompressionBombError) as error:
             raise ValueError(f'{path} cannot be read as an image: {error}') from error
         tensor = self.transform(pixels)
         mean, std = (torch.tensor(own, device='cpu')[:, None, None] for own in (self.mean, self.std))
@@ -144,7 +147,8 @@ def name_of(path: str) -> str:
 def files_in(path: str) -> List[Tuple[str, Optional[int]]]:
     """Returns the paths of all images below a folder, sorted, and the class of each if all are in subfolders."""
     folder = Path(path)
-    files = sorted(own for own in folder.rglob('*') if own.suffix.lower() in SUFFIXES)
+    below = (Path(own, name) for own, _, names in os.walk(folder, followlinks=True) for name in names)
+    files = sorted(own for own in below if own.suffix.lower() in SUFFIXES)
     if not files:
         raise ValueError(f'{folder} holds no image files ({" ".join(sorted(SUFFIXES))})')
     classes = sorted(own.name for own in folder.iterdir() if own.is_dir())

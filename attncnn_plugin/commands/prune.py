@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from fnmatch import fnmatchcase
-from typing import Dict, List, Mapping
+from typing import Dict, List, Mapping, Tuple
 
 import torch
 from tqdm import tqdm
@@ -22,18 +22,20 @@ def run(args: Namespace) -> List[str]:
     if not layers:
         raise ValueError(f'--layers {args.layers} of {loaded.name} has no heads that can go: there are {list(every)}')
     if args.heads:
-        heads = layer_names(every, args.heads)
+        heads, said = layer_names(every, args.heads), ''
     elif args.criterion == 'degenerate':
         found = pruning.find_degenerate_heads(model, inputs=loaded.inputs_for_means(args.images, args.num_images))
-        print(found)
+        said = str(found)
         heads = {name: own for name, own in found.items() if name in layers}
     else:
-        heads = by_score(loaded, layers, args)
+        heads, said = by_score(loaded, layers, args)
     cost = lambda: None if image is None else pruning.count_multiply_adds(model, lambda: model(image))[0]  # noqa: E731
     before = cost()
     change = pruning.prune_heads(model, heads, image)
     after = cost()
     loaded.save(args.out)
+    if said:
+        print(said)
     for layer in change.layers if args.criterion != 'degenerate' else ():
         print(f'{layer.name}: {layer.before}, now without {", ".join(map(str, sorted(heads[layer.name])))}')
     short = tqdm.format_sizeof  # 98.3k, 1.25G
@@ -48,9 +50,9 @@ def run(args: Namespace) -> List[str]:
     ]
 
 
-def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Dict[str, List[int]]:
-    """Returns the heads with the lowest importance, those without which the loss rises least, or random ones."""
-    model, names, image = loaded.model, list(layers), loaded.example()
+def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) -> Tuple[Dict[str, List[int]], str]:
+    """Returns the heads with the lowest importance, those the loss rises least without, or random ones; and how."""
+    model, names, image, said = loaded.model, list(layers), loaded.example(), ''
     number = sum(layer.num_heads for layer in layers.values())
     if args.criterion == 'random':
         scores = {name: torch.rand(layer.num_heads, dtype=torch.float64) for name, layer in layers.items()}
@@ -62,10 +64,10 @@ def by_score(loaded: LoadedModel, layers: Mapping[str, Heads], args: Namespace) 
                 scores = pruning.head_ablation(model, batches, counted, names).zero_loss
             else:
                 scores = pruning.head_importance(model, batches, counted, layers=names)
-        print(f'Judged by {args.criterion or "importance"} on images; right is what {right}.')
+        said = f'Judged by {args.criterion or "importance"} on images; right is what {right}.'
     keep, costs = args.keep if args.share is None else 1 - args.share, None
     if args.multiply_adds is not None:
         if image is None:
             raise ValueError(f'--multiply-adds: the size of an image of {loaded.name} is unknown: give --share')
         costs = pruning.head_costs(model, lambda: model(image))
-    return pruning.least_important(scores, args.threshold, keep, args.multiply_adds, costs)
+    return pruning.least_important(scores, args.threshold, keep, args.multiply_adds, costs), said

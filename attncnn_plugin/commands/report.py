@@ -19,14 +19,14 @@ def run(args: Namespace) -> List[str]:
     loaded = load(args)
     images = loaded.inputs_for_means(args.images, args.num_images)
     report = head_report(loaded.model, images, layers=args.layers)
-    layers, _, summary = str(report).rpartition('\n\n')
-    print(summary, layers, LEGEND, sep='\n\n')
     number = max(layer.num_images for layer in report.layers)
     if args.out:
         checkpoint = args.mm[1] if args.mm else args.checkpoint or ('pretrained' if args.pretrained else None)
         content = report.to_dict(model=loaded.name, checkpoint=checkpoint, num_images=number)
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
+    layers, _, summary = str(report).rpartition('\n\n')
+    print(summary, layers, LEGEND, sep='\n\n')
     return [
         f'{len({layer.name for layer in report.layers})} layers, '
         + (f'mean over {number} images' if number else 'by position'),

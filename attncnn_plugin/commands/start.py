@@ -11,7 +11,7 @@ def run(args: Namespace) -> List[str]:
     """Starts the model and saves it."""
     loaded = load(args)
     start = init_as_convolution(loaded.model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts)
-    print(start)
     loaded.save(args.out)
+    print(start)
     use = f'timm: train.py --model {args.timm} --initial-checkpoint {args.out}' if args.timm else 'train it'
     return [f'The heads of {loaded.name} start as {args.method}', f'Saved {args.out}', f'Next: {use}']

@@ -1,6 +1,7 @@
 """mmpretrain's own tools with this plugin, and errors in one line for the end of a tool's output."""
 
 import contextlib
+import gc
 import logging
 import os
 import runpy
@@ -37,9 +38,9 @@ def run_mmpretrain_tool(name: str) -> None:
     An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
     So does the name of no tool.
 
-    Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
-    to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
-    and torchrun ends all ranks when one aborts.
+    Where several ranks end without an error, each waits for the others, and ends the process group with its threads.
+    Ranks were seen to abort as their interpreter ended with threads of the group, while the first one still saved the
+    best checkpoint, and torchrun ends all ranks when one aborts.
 
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
@@ -60,6 +61,7 @@ def run_mmpretrain_tool(name: str) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
+            gc.collect()  # the runner, a cycle, holds the model, and this the group with its threads
     except Exception as error:  # the others may wait in the middle of something: nothing here waits for them
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))

@@ -35,3 +35,22 @@ def test_nothing_is_said_beside_the_lines_of_the_verb(repository, tmp_path):
     assert (ended.returncode, ended.stderr) == (0, '') and (tmp_path / 'heads.png').is_file()
     said = run(sys.executable, '-m', 'attncnn_plugin', 'report', '--help', folder=tmp_path)
     assert said.endswith('for instance: attncnn report --hf FOLDER --images photos\n')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('encoding', ['utf-8', 'latin-1'])
+def test_nobody_reads_what_is_said(encoding, tmp_path):
+    """Or cannot read all of it: the file is written, and nothing else is said."""
+    words = ['convert', '--timm', 'resnet18', '--layers', 'layer4.1.conv2', '--out', 'new.pth']
+    variables = environment(tmp_path, PYTHONIOENCODING=encoding)
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'attncnn_plugin', *words],
+        **dict(cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE),
+    )
+    if encoding == 'utf-8':
+        process.stdout.close()
+    else:
+        assert b'Layers that are attention now: 1' in process.stdout.read()
+    said = process.stderr.read().decode()
+    assert (process.wait(), said) == (0, 'The weights of resnet18 are random: give --pretrained or --checkpoint\n')
+    assert (tmp_path / 'new.pth').is_file()

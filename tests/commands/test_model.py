@@ -4,6 +4,7 @@ import io
 import itertools
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,10 @@ def test_images(folder):
     assert [own.label for own in loaded.images(['images'], 9)] == labels == [0, 0, 1, 1]
     assert [own.label for own in loaded.images(['images'], 2)] == [0, 1]  # evenly spread
     assert [own.label for own in loaded.images(['images/a', 'images'], 9)] == [None] * 6
+    Path('links').mkdir()
+    for name in 'ab':
+        Path('links', name).symlink_to(Path('images', name).resolve())
+    assert [own.label for own in loaded.images(['links'], 9)] == labels
     Image.new('RGB', (4, 4)).save('images/beside.png')
     assert [own.label for own in loaded.images(['images'], 9)] == [None] * 5
     with pytest.raises(ValueError, match=r'2 different sizes after preprocessing, such as \(4, 4\) and \(5, 4\)'):
@@ -66,6 +71,10 @@ def test_grey_images():
     for bits, values in ((8, levels.astype(np.uint8)), (16, levels * 257)):
         Image.fromarray(values).save(f'{bits}bits.png')
     assert torch.equal(grey.read('16bits.png')[0], grey.read('8bits.png')[0])
+    for dtype in (np.float32, np.int32):
+        Image.fromarray(levels.astype(dtype)).save('32bits.tif')
+        with pytest.raises(ValueError, match='32bits.tif cannot be read as an image: its levels have 32 bits'):
+            grey.read('32bits.tif')
 
 
 @pytest.mark.parametrize('name', [VIT, SWIN])

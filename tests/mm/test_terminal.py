@@ -10,6 +10,8 @@ TOOL = """
 import os, time
 import torch
 rank = os.environ['RANK']
+runner = [torch.distributed.group.WORLD]
+runner.append(runner)  # a cycle, as mmengine's runner, that holds the group
 if rank == '0':
     time.sleep(3)
     {rank0}
@@ -24,6 +26,7 @@ tools.mmpretrain.__file__ = os.path.abspath('mmpretrain/__init__.py')
 sys.argv = ['slow.py']
 tools.run_mmpretrain_tool('slow.py')
 assert Path('done0').exists() and not tools.torch.distributed.is_initialized()
+assert 'gloo' not in ''.join(path.read_text() for path in Path('/proc/self/task').glob('*/comm'))  # names of threads
 """
 
 
