@@ -811,8 +811,9 @@ class FunctionsSeen(TorchFunctionMode):
             differ = [kwargs.get('dim', (*args[1:], 0)[0])] if func in JOINS else []
         if differ and parts and not first.has_queries(numbers.movedim(differ[0], -1)):
             return
+        adds = not is_one_of(func, MOVES) and not first.is_mapped
         for own in parts:
-            if differ or math.prod(own.key[2:]) > 1 and not first.is_mapped and not own.is_mapped:
+            if differ or adds and not own.is_mapped and math.prod(own.key[2:]) > 1:
                 own.run[own.number] = False
 
     def show_joined(self, attention: Attention, numbers: Tensor) -> bool:

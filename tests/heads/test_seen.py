@@ -215,8 +215,18 @@ def several(kind, q, k, v):
         for some in [[0], [1], [2]] if kind == 'written' else [[0, 1], [2]]:
             output[:, some] = scores(q, k)[:, some].softmax(-1) @ v[:, some]
         return joined(output)
-    if kind == 'four heads, in pairs':
+    if kind.startswith('four heads'):
         twice, output = [own[:, [0, 1, 2, 0]] for own in (q, k, v)], torch.zeros(2, 5, 16).to(q)
+        if kind == 'four heads, in pairs, stacked':
+            pairs = zip(*(own.split(2, 1) for own in twice))
+            return joined(
+                torch.stack([scores(own, key).softmax(-1) @ value for own, key, value in pairs], 1).flatten(1, 2)
+            )
+        if kind == 'four heads, in pairs, projected':
+            pairs = zip(*(own.split(2, 1) for own in twice))
+            return sum(
+                joined(scores(own, key).softmax(-1) @ value) @ OUT[:2].flatten(0, 1) for own, key, value in pairs
+            )
         for channels, (own, key, value) in zip((slice(8), slice(8, 16)), zip(*(each.split(2, 1) for each in twice))):
             output[..., channels] = joined(scores(own, key).softmax(-1) @ value)
         return output
@@ -241,7 +251,14 @@ def several(kind, q, k, v):
 
 
 ONE_AFTER_ANOTHER = ['joined', 'stacked', 'heads first', 'two kinds', 'two kinds, written', 'four heads, in pairs']
-ONE_AFTER_ANOTHER += ['written', 'projected', 'values projected', 'one softmax']
+ONE_AFTER_ANOTHER += [
+    'four heads, in pairs, projected',
+    'four heads, in pairs, stacked',
+    'written',
+    'projected',
+    'values projected',
+    'one softmax',
+]
 
 
 @pytest.mark.parametrize('kind', ONE_AFTER_ANOTHER)
