@@ -58,8 +58,6 @@ if has_mmpretrain():
         warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated')
         _problem = import_problem()
         if _problem is None:
-            from .mm.tools import config_problem
-
-            _problem = config_problem()
+            from . import mm  # noqa: F401
     if _problem is not None:
         warnings.warn(_problem, stacklevel=2)

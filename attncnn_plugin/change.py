@@ -243,6 +243,8 @@ class Change:
             :func:`~attncnn_plugin.pruning.replace_parameters`.
         drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs before and after for an example input; None where it
             was not run, or the outputs cannot be compared.
+        order (Sequence[Parameter]): Where others took places, all parameters of the model in its order, as a new
+            optimizer would have them; empty otherwise.
         difference (float | None): Of a removal of heads, the largest difference from the model with these heads at
             zero, relative to the largest entry; None for other changes.
     """
@@ -252,6 +254,7 @@ class Change:
     parameters_after: int
     replaced: Dict[nn.Parameter, Successor] = field(default_factory=dict)
     drift: Optional[float] = None
+    order: Sequence[nn.Parameter] = ()
     difference: Optional[float] = None
 
     def __bool__(self) -> bool:

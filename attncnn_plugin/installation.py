@@ -36,13 +36,14 @@ def has_mmpretrain() -> bool:
 
 
 def import_problem() -> Optional[str]:
-    """Returns why mmpretrain cannot be imported and what to install, in one sentence; None if it can."""
+    """Returns why mmpretrain or its configs cannot be used and what to install, in one sentence; None if they can."""
     if not has_mmpretrain():
         return f'mmpretrain is not installed: {INSTALL}'
     try:
         for name in ('mmpretrain', 'mmpretrain.models', 'mmpretrain.datasets'):
             importlib.import_module(name)
+        importlib.import_module('mmengine.utils').get_installed_path('mmpretrain')  # of its configs, by setuptools
     except Exception as error:  # it refuses versions by assertions, and breaks on others in any other way
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')
-        return f'mmpretrain cannot be imported with the versions that are installed ({reason}): {INSTALL}'
+        return f'mmpretrain does not work with the versions that are installed ({reason}): {INSTALL}'
     return None

@@ -19,8 +19,9 @@ from .convert.pixels import check_settings, new_attention
 from .heads.sizes import RECORD, FewerHeads, note_in_configs
 
 # Of a state dict, in a checkpoint.
-HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'state_dict_ema', 'model_ema'
-WRAPPERS = 'module.', '_orig_mod.', 'model.'  # before the names of a model
+HOLDERS = 'state_dict', 'model', 'model_state_dict', 'module', 'net', 'state_dict_ema', 'model_ema', 'ema', 'teacher'
+WRAPPERS = 'module.', '_orig_mod.', 'model.', 'net.'  # before the names of a model
+COUNTS = {'n_averaged', 'steps'}  # beside them, of averages of PyTorch and mmengine
 
 
 def follow_state_dict(model: nn.Module, state_dict: Union[Mapping[str, Any], str, Path], strict: bool = True) -> Change:
@@ -120,9 +121,10 @@ def weights_in(source: Any, model: nn.Module) -> Mapping[str, Any]:
     for name in HOLDERS:
         if isinstance(source.get(name), Mapping):
             return weights_in(source[name], model)
+    names = [name for name in source if name not in COUNTS]
     for prefix in WRAPPERS:
-        if source and all(str(name).startswith(prefix) for name in source) and not hasattr(model, prefix[:-1]):
-            return weights_in({name[len(prefix) :]: own for name, own in source.items()}, model)
+        if names and all(str(name).startswith(prefix) for name in names) and not hasattr(model, prefix[:-1]):
+            return weights_in({name[len(prefix) :]: source[name] for name in names}, model)
     return source
 
 

@@ -64,8 +64,8 @@ class AttentionLayer(Restructurable):
         """
         if self.depends_on_content:
             raise ValueError(
-                f'the probabilities of {type(self).__name__}({self.extra_repr()}) depend on the input x: use '
-                'attention_scores(x).softmax(-1)'
+                f'the probabilities of {type(self).__name__}({self.extra_repr()}) depend on the input: only those of '
+                'position-only attention do not; for an input x they are attention_scores(x).softmax(-1)'
             )
         return cast(Tensor, self.position_probs(size))
 

@@ -88,8 +88,7 @@ class ImageAttention(AttentionLayer):
             self.encoding = WindowEncoding(num_heads, window.kernel_size, **dd)
 
     def extra_repr(self) -> str:
-        groups = '' if self.groups == 1 else f', groups={self.groups}'
-        return f'num_heads={self.num_heads}{groups}, window={self.window}'
+        return f'num_heads={self.num_heads}, groups={self.groups}, window={self.window}, {self.settings}'
 
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
         """Maps ``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
@@ -282,21 +281,15 @@ class ContentImageAttention(ImageAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.window_size = None if window_size is None else tuple(window_size)
+        self.window_size = None if window_size is None else list(window_size)  # as JSON has it
         self.qk_dim = qk_dim
-        near = None if window_size is None else list(window_size)  # as JSON has it
-        self.settings.update(content='gated' if gated else 'additive', window_size=near, qk_dim=qk_dim)
+        self.settings.update(content='gated' if gated else 'additive', window_size=self.window_size, qk_dim=qk_dim)
         dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
         self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         nn.init.zeros_(self.query.weight)
         gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
-
-    def extra_repr(self) -> str:
-        gated = '' if self.gate is None else ', gated=True'
-        near = '' if self.window_size is None else f', window_size={self.window_size}'
-        return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
     def head_parameters(self) -> HeadParameters:
         found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}

@@ -94,8 +94,6 @@ class PatchAttention(AttentionLayer):
         dim (int): Channels D of a token.
         num_heads (int): Number of heads N_h.
         position (GridBias): The relative position bias.
-        out_dim (int, optional): Channels of the output. Defaults to ``dim``.
-        bias (bool): Whether the output has a bias. Defaults to True.
         head_dim (int | Sequence[int], optional): Channels D_h of a head's values, for all heads or for each. Defaults
             to ``dim``, as L21's heads.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to ``dim``.
@@ -107,7 +105,7 @@ class PatchAttention(AttentionLayer):
     Attributes:
         query, key (nn.Linear): W^Q and W^K, D to N_h·D_k.
         value (nn.Linear): W^V, D to Σ D_h, head after head.
-        out (nn.Linear): W^O, Σ D_h to ``out_dim``.
+        out (nn.Linear): W^O, Σ D_h to D, with a bias.
         head_dims (tuple[int, ...]): D_h of each head.
     """
 
@@ -119,8 +117,6 @@ class PatchAttention(AttentionLayer):
         dim: int,
         num_heads: int,
         position: GridBias,
-        out_dim: Optional[int] = None,
-        bias: bool = True,
         head_dim: Union[int, Sequence[int], None] = None,
         qk_dim: Optional[int] = None,
         **dd: Any,
@@ -136,24 +132,22 @@ class PatchAttention(AttentionLayer):
         if self.qk_dim < 1:
             raise ValueError(f'qk_dim={qk_dim} must be at least 1')
         self.dim = dim
-        self.out_dim = dim if out_dim is None else out_dim
         self.position = position
         self.query = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
         self.key = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
         self.value = nn.Linear(dim, sum(self.head_dims), bias=False, **dd)
-        self.out = nn.Linear(sum(self.head_dims), self.out_dim, bias, **dd)
+        self.out = nn.Linear(sum(self.head_dims), dim, **dd)
         self.num_heads = self.built_heads = num_heads
         for linear in (self.query, self.key, self.value, self.out):
             nn.init.trunc_normal_(linear.weight, std=0.02)
-        if self.out.bias is not None:
-            nn.init.zeros_(self.out.bias)
+        nn.init.zeros_(self.out.bias)
 
     def extra_repr(self) -> str:
         widths = self.head_dims[0] if len(set(self.head_dims)) == 1 else self.head_dims
         return f'dim={self.dim}, num_heads={self.num_heads}, head_dim={widths}, qk_dim={self.qk_dim}'
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
+        """Maps ``(B, H, W, D)`` to the same, for any H and W."""
         tokens = x.flatten(1, 2)
         query, key = (
             linear(tokens).unflatten(2, (self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, N_h, N, D_k)

@@ -47,9 +47,6 @@ class QuadraticEncoding(nn.Module):
         super().__init__()
         self.center = nn.Parameter(torch.empty(num_heads, ndim, **dd))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, **dd))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
         nn.init.normal_(self.center, std=2.0)
         nn.init.normal_(self.sqrt_precision, mean=1.0, std=0.01)
 
@@ -94,13 +91,9 @@ class GeneralizedQuadraticEncoding(nn.Module):
         super().__init__()
         self.center = nn.Parameter(torch.empty(num_heads, 2, **dd))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, **dd))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
         nn.init.normal_(self.center, std=2.0)
         nn.init.normal_(self.sqrt_precision, std=0.01)
-        self.sqrt_precision.diagonal(dim1=1, dim2=2).add_(1)
+        self.sqrt_precision.data.diagonal(dim1=1, dim2=2).add_(1)
 
     def gaussian_heads(self) -> GaussianHeads:
         """Returns Δ and M, at least float32."""
@@ -168,12 +161,9 @@ class RelativeTables(nn.Module):
             raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
         self.max_size = max_size
         self.row_table, self.column_table = (nn.Parameter(torch.empty(2 * n - 1, dim // 2, **dd)) for n in max_size)
-        self.reset_parameters()
-        self.register_load_state_dict_pre_hook(partial(resize_loaded, (0,)))
-
-    def reset_parameters(self) -> None:
-        for table in self.parameters(recurse=False):
+        for table in (self.row_table, self.column_table):
             nn.init.normal_(table)
+        self.register_load_state_dict_pre_hook(partial(resize_loaded, (0,)))
 
     def forward(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Returns R and C of the shifts of a grid, ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
@@ -208,10 +198,7 @@ class LearnedEncoding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, dim, **dd))
         self.tables = RelativeTables(dim, max_size, **dd)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        limit = (self.weight.shape[1] / 2) ** -0.5
+        limit = (dim / 2) ** -0.5
         nn.init.uniform_(self.weight, -limit, limit)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..attention.attention_layer import check_plain_linear
 from ..attention.images import ContentImageAttention, GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Sizes, Window, check_choice, per_axis, same_window
+from ..attention.window import Sizes, Window, per_axis, same_window
 from ..heads.found import own_heads
 from .convolutions import Computed, Convolution, block_norms, convolution_with
-from .expressible import check_position_only, fit_shifts, inverse_of_shifts, targets
+from .expressible import check_layer, fit_shifts, inverse_of_shifts, targets
 
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
@@ -49,7 +49,6 @@ def mhsa_to_conv(
     layer: Union[GridAttention, ImageAttention],
     kernel_size: Sizes,
     size: Optional[Sizes] = None,
-    padding_mode: Optional[str] = None,
 ) -> Tuple[Convolution, ConvFit]:
     """Turns attention that depends only on positions into the convolution that is nearest to it.
 
@@ -59,22 +58,19 @@ def mhsa_to_conv(
 
     Args:
         layer (GridAttention | ImageAttention): Position-only attention over a grid, whose convolution maps ``(B, D, H,
-            W)`` to ``(B, D_out, H, W)``, with stride 1; or an ``ImageAttention``, such as ``conv_to_mhsa`` returns,
-            whose stride, dilation, groups and padding the convolution has. One by content has no queries yet: it still
-            is what it began as.
+            W)`` to ``(B, D_out, H, W)``, with stride 1 and replicate padding; or an ``ImageAttention``, such as
+            ``conv_to_mhsa`` returns, whose stride, dilation, groups and padding the convolution has. One by content has
+            no queries yet: it still is what it began as.
         kernel_size (int | Sequence[int]): Size of the kernel along each axis; for an ``ImageAttention`` that of its
             window.
         size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
             which the heads are compared with shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a
             whole window needs them.
-        padding_mode (str, optional): ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``. Defaults to
-            ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
-        ValueError: The probabilities of ``layer`` depend on content; a ``kernel_size``, a
-            ``padding_mode`` or a padding that does not go with ``layer``; a ``size`` that is too small for the window
-            or the padding mode.
+        ValueError: The probabilities of ``layer`` depend on content; a ``kernel_size`` or a padding that does not go
+            with ``layer``; a ``size`` that is too small for the window or the padding mode.
         RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
 
     Examples:
@@ -87,13 +83,9 @@ def mhsa_to_conv(
     """
     window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
-        mode = 'replicate' if padding_mode is None else padding_mode
-        check_choice('padding_mode', mode, ('zeros', 'replicate', 'reflect', 'circular'))
-        window = same_window(per_axis('kernel_size', kernel_size, 2), mode)
+        window = same_window(per_axis('kernel_size', kernel_size, 2), 'replicate')
     elif per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
-    elif padding_mode not in (None, window.padding_mode):
-        raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
     kernel, fit = nearest_kernel(layer, window, size)
     return convolution_with(kernel).train(layer.training), fit
 
@@ -104,9 +96,7 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
-    # Attention by content without queries or keys yet has the same probabilities for all images.
-    if not isinstance(layer, ContentImageAttention) or layer.query.weight.any() and layer.key.weight.any():
-        check_position_only(layer)
+    check_layer(layer)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     check_plain_linear('value', layer.value, GroupedLinear)
     weight = layer.value.weight
@@ -153,7 +143,8 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
         if at_once < len(numbers):
             some = copy.deepcopy(exact)
             own_heads(some)[''].cut([*numbers[:start], *numbers[start + at_once :]])
-        if isinstance(some, ContentImageAttention):
+        # Attention by content without queries or keys yet has the same probabilities for all images.
+        if isinstance(some, ContentImageAttention) and not (some.query.weight.any() and some.key.weight.any()):
             yield some.attention_scores(image)[0, ..., :-1].exp()  # without the null key
         else:
             yield some.attention_probs(size)

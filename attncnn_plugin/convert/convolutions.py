@@ -1,6 +1,7 @@
 """The kernel, the bias and the window by which a convolution of any class computes."""
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -51,13 +52,13 @@ class Computed:
 def computed(conv: Any) -> Computed:
     """Finds what a convolution of any class computes, by running it.
 
-    A copy with random weights runs on small random images, in float64 on the CPU. Its outputs must be those of the
-    window that the attributes describe, or of the same window padded to ⌈size/stride⌉ outputs (timm's ``Conv2dSame``),
-    with the weights that the function of PyTorch was called with.
+    A copy with random weights runs on small random images, in float64 on the CPU, in evaluation mode and in training.
+    Its outputs must be those of the window that the attributes describe, or of the same window padded to ⌈size/stride⌉
+    outputs (timm's ``Conv2dSame``), with the weights that the function of PyTorch was called with.
 
     Raises:
-        TypeError: ``conv`` is no convolution, has no weights yet, not real ones, or hooks; or it computes something
-            else than its attributes describe.
+        TypeError: ``conv`` is no convolution, has no weights yet, not real ones, or hooks; its weight is frozen, but
+            not other parameters, such as an adapter's; or it computes something else than its attributes describe.
         ValueError: An attribute is no size.
     """
     kind = f'conv is a {type(conv).__name__}'
@@ -69,6 +70,9 @@ def computed(conv: Any) -> Computed:
         raise TypeError(f'{kind} with forward hooks, such as old-style weight normalization: remove them first')
     if not conv.weight.is_floating_point():
         raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
+    trained = [name for name, own in conv.named_parameters() if own.requires_grad and name not in ('weight', 'bias')]
+    if trained and isinstance(conv.weight, nn.Parameter) and not conv.weight.requires_grad:
+        raise TypeError(f'{kind} with a frozen weight, but {trained[0]} is trained: merge it into the weight first')
     window, generator = Window.of(conv), torch.Generator('cpu').manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64, device='cpu')
     kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
@@ -78,23 +82,25 @@ def computed(conv: Any) -> Computed:
     axes = zip(window.kernel_size, window.stride, window.dilation, window.padding)
     least = [s * math.ceil(max(d * (k - 1) + 1 + s, *(n + 2 for n in padding)) / s) for k, s, d, padding in axes]
     images = [draw((1, conv.weight.shape[1] * conv.groups, *(n + more for n in least))) for more in (0, 1)]
-    outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x) for x in images))
-    own = bias is trial.bias and torch.equal(weight, trial.weight)
+    drawn: List[Any] = [None if own is None else own.detach().clone() for own in (trial.weight, trial.bias)]
+    runs = list(itertools.product((False, True), images))
+    outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x, training) for training, x in runs))
+    own = all(a is b is None or torch.equal(a, b) for a, b in zip(drawn, (weight, bias)))  # of before it ran
     same = SameWindow(window.kernel_size, window.stride, window.dilation, (), 'zeros')
     for chosen in (window, same):
         what = Computed(chosen, weight, bias, conv.groups, own)
-        if all(_near(what(x), output) for x, output in zip(images, outputs)):
+        if all(_near(what(x), output) for (_, x), output in zip(runs, outputs)):
             break
     else:
         names = ('stride', 'padding', 'dilation', 'groups', 'padding_mode')
         raise TypeError(
-            f'{kind} that computes something else than the convolution of its attributes, '
-            f'{", ".join(f"{name}={getattr(conv, name)!r}" for name in names)}: its forward pass or one of them was '
-            'replaced; convert a plain convolution with the weights and the padding that it amounts to'
+            f'{kind} that computes something else than the convolution of its attributes, in evaluation mode or in '
+            f'training, {", ".join(f"{name}={getattr(conv, name)!r}" for name in names)}: its forward pass or one of '
+            'them was replaced; convert a plain convolution with the weights and the padding that it amounts to'
         )
     found: Any = conv.weight, conv.bias
     if not own and not conv.weight.is_meta:
-        _, *found = _run(copy_with(conv, in_float64), images[0])
+        _, *found = _run(copy_with(conv, in_float64), images[0], False)
     weight, bias = (None if x is None else x.detach().to(conv.weight) for x in found)
     return Computed(chosen, cast(Tensor, weight), bias, conv.groups, own)
 
@@ -130,10 +136,10 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(trial: Any, x: Tensor) -> Tuple[Any, Tensor, Optional[Tensor]]:
-    """Runs a convolution in evaluation mode; returns its output, and the weight and bias it was computed with."""
+def _run(trial: Any, x: Tensor, training: bool) -> Tuple[Any, Tensor, Optional[Tensor]]:
+    """Runs a convolution in a mode; returns its output, and the weight and bias it was computed with."""
     for module in trial.modules():
-        module.training = False
+        module.training = training
     try:
         with torch.random.fork_rng([]), full_precision('cpu'), _Calls() as calls:
             output = trial(x)

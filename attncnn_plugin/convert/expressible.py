@@ -92,7 +92,7 @@ def expressible_shifts(layer: AttentionLayer, kernel_size: Sizes, size: Sizes, q
         >>> print(str(found).split(';')[0])  # of a random kernel, √(4/9) is left
         the heads span a random 3x3 kernel to within 66.7%, any to within 100%
     """
-    check_position_only(layer)
+    check_layer(layer)
     size, own = per_axis('size', size, 2), layer.window or same_window((1, 1))
     if own.ndim != 2:
         raise ValueError(f'layer has {own.ndim} axes of pixels, but a kernel of two is asked for')
@@ -177,15 +177,10 @@ def fit_shifts(probs: Tensor, target: Tensor, inverse: Optional[Tensor] = None) 
     return product @ (inverse_of_shifts(target) if inverse is None else inverse)
 
 
-def check_position_only(layer: nn.Module) -> None:
-    """Raises TypeError for no attention of this package, ValueError for attention that depends on its input."""
+def check_layer(layer: nn.Module) -> None:
+    """Raises TypeError for no attention of this package."""
     if not isinstance(layer, AttentionLayer):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only attention layers of this package have heads with '
             'probabilities of positions: head_importance and attention_maps take other attention'
-        )
-    if layer.depends_on_content:
-        raise ValueError(
-            f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
-            'those of position-only attention do not'
         )

@@ -44,8 +44,9 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
     """Turns convolutions of a model into attention that computes the same, in place.
 
     Either all chosen layers are converted, or, after an error, none is, and nothing has changed. All other parameters
-    stay the same objects. A state dict of the result carries its attention: a model of the CNN takes it by
-    :func:`attncnn_plugin.follow_state_dict`, and the result takes a state dict of the CNN by converting its kernels.
+    stay the same objects; the new ones have no gradients yet. A state dict of the result carries its attention: a model
+    of the CNN takes it by :func:`attncnn_plugin.follow_state_dict`, and the result takes a state dict of the CNN by
+    converting its kernels.
 
     Args:
         model (nn.Module): Any model of timm, torchvision, mmpretrain or another library.
@@ -183,7 +184,7 @@ def apply(
             else:
                 layers += [dataclasses.replace(own, name=f'{name}.{own.name}'.lstrip('.')) for own in change.layers]
                 replaced.update(within(name, change.replaced))
-    return Change(tuple(layers), before, number_of_parameters(model), replaced, drift)
+    return Change(tuple(layers), before, number_of_parameters(model), replaced, drift, [*model.parameters()])
 
 
 def in_words(layer: Any) -> str:
@@ -265,10 +266,10 @@ def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
             raise ValueError(f'{name} is a {type(layer).__name__} without weights yet: run the model on an input first')
         for part in layer.modules():  # what would be lost with the layer, or changes what it computes
             hooks = any(value for key, value in vars(part).items() if key.endswith('_hooks'))
-            if hooks or is_parametrized(part) or {'forward', '_conv_forward'} & vars(part).keys():
+            if hooks or is_parametrized(part) or {'forward', '_conv_forward', 'weight', 'bias'} & vars(part).keys():
                 raise ValueError(
-                    f'{name} has hooks, parametrizations or a forward of its own, as weight norm has: remove them '
-                    'first, by torch.nn.utils.parametrize.remove_parametrizations for instance'
+                    f'{name} has hooks, parametrizations, a forward of its own or a weight that is no parameter: '
+                    'remove them first, by torch.nn.utils.parametrize.remove_parametrizations for instance'
                 )
         for key, parameter in layer.named_parameters():
             if any(getattr(parameter, hooks) for hooks in PARAMETER_HOOKS):

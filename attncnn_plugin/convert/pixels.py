@@ -212,9 +212,9 @@ class OwnConvolution:
             return copied if value is None else torch.empty_like(copied, device=like.device).copy_(value)  # its strides
 
         conv = copy_with(self.conv, renewed).train(attention.training)
+        lost, found = 0.0, computed(conv)
         for key, own in attention.value.named_parameters(recurse=False):
             conv.get_parameter(key).requires_grad_(own.requires_grad)
-        lost, found = 0.0, computed(conv)
         if not found.own:
             lost = block_norms((found.weight - kernel.weight).double().flatten(2), kernel.groups).sum().item()
             if found.bias is not None and kernel.bias is not None:
@@ -250,7 +250,8 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
     own = {id(parameter) for parameter in (conv.weight, conv.bias) if plain.own}
     kept = copy_with(conv, lambda x: x.detach().to('meta') if id(x) in own else x.detach().clone())
     attention.from_conv = OwnConvolution(kept)
-    attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
+    sources = [conv.weight, *(parameter for name, parameter in conv.named_parameters() if name != 'bias')]
+    attention.requires_grad_(any(source.requires_grad for source in sources)).train(conv.training)
     attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))
     if attention.value.bias is not None:
         attention.value.bias.requires_grad_(conv.bias.requires_grad)

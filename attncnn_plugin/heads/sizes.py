@@ -212,10 +212,18 @@ class FewerHeads:
         """Returns the structure in a state dict; None for that of the module, or without all of its parameters.
 
         Raises:
-            StructureError: The module was built with another number of heads.
+            StructureError: The module was built with another number of heads, or the record of them is damaged.
         """
         own, there = record_of(module), state_dict.get(f'{prefix}{RECORD}')
-        record = (own[0], own[0], *own[2:]) if own and there is None else tuple(there.tolist())  # type: ignore
+        if there is not None:  # floating-point where all entries were cast or averaged
+            exact = 1 / torch.finfo(there.dtype).eps if there.is_floating_point() else torch.inf
+            if there.shape != (RECORD_LENGTH,) or not (there.abs() <= exact).all():
+                raise StructureError(
+                    f'{prefix}{RECORD} of the state dict is damaged, or has lost digits as {there.dtype}: cast and '
+                    'average only entries that have floating numbers'
+                )
+            there = tuple(there.round().long().tolist())
+        record = there or (own[0], own[0], *own[2:])
         built, left, way, *spared = record
         shapes = {name: state_dict[prefix + name].shape for name in shapes_of(module) if prefix + name in state_dict}
         shapes.pop(RECORD, None)

@@ -49,8 +49,8 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
     """Returns the checkpoint to resume from: what ``last_checkpoint`` names, or the newest whole one; None if none is.
 
     Checkpoints of the best epochs, and published ones, have no optimizer: a run cannot resume from them. In a folder
-    that was moved or copied, ``last_checkpoint`` has the path of the old place, where another run may be by now: then
-    it is the checkpoint of the same name in the folder itself.
+    that was moved or copied, ``last_checkpoint`` has the path of the old place, where another run may be by now: only
+    the folder itself is looked into, or ``out_dir``, where the run writes its checkpoints.
 
     Raises:
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
@@ -58,9 +58,7 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
     last = find_latest_checkpoint(work_dir)
     if last and '://' in last:
         return last  # files elsewhere are looked at when they are loaded
-    named = [Path(last)] if last else []
-    if out_dir is None:
-        named = [Path(work_dir, path.name) for path in named] + named
+    named = [Path(last) if out_dir else Path(work_dir, os.path.basename(last))] if last else []
     found = {path for folder in (work_dir, *(path.parent for path in named)) for path in Path(folder).glob('*.pth')}
     for path in (*named, *sorted(found, key=os.path.getmtime, reverse=True)):
         if 'optimizer' in load_or_empty(path):

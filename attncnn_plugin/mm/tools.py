@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 from urllib.error import URLError
 
 import mmpretrain
@@ -17,18 +17,8 @@ import torch
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import print_log
-from mmengine.utils import get_installed_path
 
 from ..installation import config_path
-
-
-def config_problem() -> Optional[str]:
-    """Returns why configs cannot inherit from mmpretrain's, although it can be imported; None if they can."""
-    try:
-        get_installed_path('mmpretrain')
-    except ModuleNotFoundError as error:
-        return f'mmengine cannot find the configs of packages ({error}): pip install "setuptools<82"'
-    return None
 
 
 def run_mmpretrain_tool(name: str) -> None:
@@ -45,8 +35,6 @@ def run_mmpretrain_tool(name: str) -> None:
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
     """
-    if problem := config_problem():
-        sys.exit(problem)
     from . import safe_loading  # noqa: F401
 
     warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated')  # as the tool imports the rest

@@ -18,6 +18,7 @@ from ..attention.patches import GridBias, PatchAttention, image_to_patches, patc
 from ..attention.state_dicts import StateDict, StructureError
 from ..attention.window import check_choice
 from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
+from ..convert.models import in_words
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid, trained
 
@@ -202,15 +203,14 @@ class CMHSANetwork(TimmNetwork):
             name, old = f'blocks.{i}.attn', block.attn
             block.attn = layer.requires_grad_(any(parameter.requires_grad for parameter in old.parameters()))
             sizes = number_of_parameters(old), number_of_parameters(layer)
-            kernel = f'{self.kernel_size}×{self.kernel_size} kernel'
-            changes.append(LayerChange(name, kernel, f'{layer.num_heads} heads', *sizes))
+            changes.append(LayerChange(name, in_words(old.conv), in_words(layer), *sizes))
             new.update((f'{name}.{key}', parameter) for key, parameter in layer.named_parameters())
             for own in (old.conv.weight, old.conv.bias):
                 is_matrix = own is old.conv.weight
                 replaced[own] = succession(own, {key: p for key, p in new.items() if (p.ndim == 2) == is_matrix})
             new = {}
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
-        return Change(tuple(changes), before, number_of_parameters(self), replaced)
+        return Change(tuple(changes), before, number_of_parameters(self), replaced, order=[*self.parameters()])
 
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
         """Builds randomly initialized attention with the dtype and on the device of a tensor."""

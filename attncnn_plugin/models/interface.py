@@ -3,7 +3,7 @@
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from timm.layers import ClassifierHead, to_2tuple
-from timm.models import build_model_with_cfg, checkpoint, register_notrace_module
+from timm.models import build_model_with_cfg, checkpoint, checkpoint_seq, register_notrace_module
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -71,9 +71,7 @@ class TimmNetwork(Restructurable):
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/r, W/r, D)``."""
         x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return self.norm(x)
+        return self.norm(checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x, pre_logits=pre_logits)

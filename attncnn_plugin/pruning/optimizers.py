@@ -18,10 +18,11 @@ def replace_parameters(
 ) -> None:
     """Gives an optimizer the parameters that took the place of others, with the state of the entries that were kept.
 
-    The groups, their order and their settings stay: parameters join the group of the one whose place they took. State
-    that has the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new
-    order. A single number, such as that of the steps, stays. Parameters that have no entries of old ones, such
-    as the centres of heads that were a convolution, begin without state.
+    The groups, their order and their settings stay: parameters join the group of the one whose place they took. Where
+    others took places, a group is in the order of the model, as that of a new optimizer to resume with. State that has
+    the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new order. A
+    single number, such as that of the steps, stays. Parameters that have no entries of old ones, such as the centres of
+    heads that were a convolution, begin without state.
 
     The same becomes of optimizers inside, at any depth, as of SAM, Lookahead and accelerate's and mmengine's wrappers.
 
@@ -51,6 +52,7 @@ def replace_parameters(
         torch.Size([2, 2])
     """
     replaced = change.replaced if isinstance(change, Change) else change
+    order = {new: number for number, new in enumerate(change.order if isinstance(change, Change) else ())}
     groups, states = check_optimizer(optimizer, replaced, anew)
     heirs = [] if anew else [(old, own) for old, own in replaced.items() if own.heir is not None]
     of_heirs = [{own.heir: _inherited(state[old], old, own) for old, own in heirs if old in state} for state in states]
@@ -58,11 +60,13 @@ def replace_parameters(
         for old in list(state) if anew else replaced:
             state.pop(old, None)
         state.update(inherited)
-    for group in groups:
+    for group in (own for own in groups if replaced.keys() & {*own['params']}):
         names = group.get('param_names', [''] * len(group['params']))
         pairs: List[Tuple[str, nn.Parameter]] = []
         for name, old in zip(names, group['params']):
             pairs += replaced[old].parameters.items() if old in replaced else [(name, old)]
+        ordered = iter(sorted((own for own in pairs if own[1] in order), key=lambda own: order[own[1]]))
+        pairs = [next(ordered) if own[1] in order else own for own in pairs]  # others stay where they are
         group['params'][:] = [parameter for _, parameter in pairs]
         if 'param_names' in group:
             group['param_names'][:] = [name for name, _ in pairs]

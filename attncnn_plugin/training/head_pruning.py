@@ -1,7 +1,7 @@
 """Heads that go in a training: judged by criteria, and removed while the optimizer keeps training what is left."""
 
 import itertools
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
@@ -29,7 +29,7 @@ from ..pruning.criteria import DegeneracyReport, DegenerateHead, rules_of
 from ..pruning.degenerate import heads_to_remove, measures_of, observed_attention, report_of
 from ..pruning.importance import Loss, check_amount, counting, normalized
 from ..pruning.means import fold_into_bias, head_means, merge_duplicate, takes_duplicates
-from ..pruning.prune import check_prunable, example_run
+from ..pruning.prune import check_prunable
 from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
 
 Costs = Tuple[float, Dict[str, Tensor]]
@@ -45,9 +45,9 @@ class PruneHeads:
 
     Args:
         epoch (int | Sequence[int]): Epochs at whose beginning heads go, counted from 0. Defaults to none.
-        batches (Iterable): The training batches by which heads are judged, the same ones each time, so that a resumed
-            training loses the same heads: a list, or a data loader that does not shuffle. In distributed training each
-            rank has its own.
+        batches (Iterable): The training batches by which heads are judged, at least one, the same ones each time, so
+            that a resumed training loses the same heads: a list, or a data loader that does not shuffle. In distributed
+            training each rank has its own.
         loss (Callable, optional): ``loss(model, batch)`` is the mean loss of a batch; it calls the model once, with the
             images first. Defaults to the cross-entropy of images and labels, ``(images, labels)``, or the ``loss`` that
             a model of Hugging Face computes from a dict. Without importance it need not be a loss.
@@ -101,10 +101,8 @@ class PruneHeads:
 
     def layers(self, model: nn.Module) -> Dict[str, Heads]:
         """Returns the layers to judge, by name: those that run on the first batch."""
-        found: Dict[str, Heads] = {}
-        batch = next(iter(self._some(1)), None)
-        unknown = suppress(ValueError) if batch is None else nullcontext()  # what the model takes
-        with random_numbers_kept(), torch.no_grad(), unknown:
+        (batch,) = self._some(1)
+        with random_numbers_kept(), torch.no_grad():
             found = prunable_heads(model, batch, self.loss)
         chosen = chosen_by(self.chosen)
         return {name: layer for name, layer in found.items() if chosen(name)}
@@ -121,12 +119,11 @@ class PruneHeads:
         """
         model = uncompiled(model)
         check_not_distributed(model, nn.DataParallel)
-        batches = self._some(1)
-        layers = self.layers(model)
+        layers, (batch,) = self.layers(model), self._some(1)
         known = {name: (id(model.get_submodule(name)), layer.num_heads) for name, layer in layers.items()}
         if known == self.checked:
             return
-        self._find(model, layers, *batches)
+        self._find(model, layers, batch)
         for name, layer in layers.items():
             try:
                 if layer.num_heads > 1:  # the last one stays
@@ -140,9 +137,8 @@ class PruneHeads:
             least_important(built, keep=self.amount['keep'])
         if layers and 'multiply_adds' in self.amount:
             with evaluating(model), random_numbers_kept():
-                for batch in batches:
-                    costs = self._costs(model, batch, layers)
-                    self._least_important({name: torch.zeros_like(own) for name, own in costs[1].items()}, costs)
+                costs = self._costs(model, batch, layers)
+            self._least_important({name: torch.zeros_like(own) for name, own in costs[1].items()}, costs)
         self.checked = known
 
     def on_epoch_begin(
@@ -186,11 +182,10 @@ class PruneHeads:
         Args:
             model (nn.Module): The model, not wrapped for distributed training.
         """
-        batches, costs, images = self._some(), None, []
+        costs, images = None, []
         importance: Dict[str, Tensor] = {}
         with on_all_ranks(), random_numbers_kept(), evaluating(model), torch.no_grad():
-            if not batches:
-                raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
+            batches = self._some()
             layers = self.layers(model)
             wanted = lambda name: name.partition('#')[0] in layers  # noqa: E731
             observing = observed_attention(model, layers if self.criteria else {})
@@ -240,7 +235,7 @@ class PruneHeads:
                 :func:`~attncnn_plugin.pruning.replace_parameters`; or heads of a model cannot be removed. Nothing has
                 changed then.
         """
-        models, optimizers, example = [model, *copies], list(optimizers), self._some(1)
+        models, optimizers, (batch,) = [model, *copies], list(optimizers), self._some(1)
         layers = [self.layers(own) for own in models]
         numbers = {name: layers[0][name].num_heads for name in judged}
         for own, of_model in zip(models, layers):
@@ -253,7 +248,7 @@ class PruneHeads:
         values: List[Tensor] = []
         if self.bias_correction:
             for own, of_model in zip(models, layers):
-                self._find(own, {name: of_model[name] for name in judged}, *example)
+                self._find(own, {name: of_model[name] for name in judged}, batch)
                 outputs = [of_model[name].output for name in judged]
                 values += [parameter for output in outputs if output is not None for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values), on_all_ranks():
@@ -264,21 +259,23 @@ class PruneHeads:
                     merge_duplicate(layer, head, same[head])
                 if getattr(layer.output, 'bias', None) is not None:
                     fold_into_bias(layer, [head for head in heads if head not in merged], judged.means[name].mean)
-            changes = [prune_heads(own, judged, *example, call=self.loss) for own in models]
+            changes = [prune_heads(own, judged, batch, call=self.loss) for own in models]
             for optimizer, change in itertools.product(optimizers, changes):
                 replace_parameters(optimizer, change)
         return changes[0]
 
-    def _find(self, model: nn.Module, layers: Mapping[str, Heads], *batch: Any) -> None:
+    def _find(self, model: nn.Module, layers: Mapping[str, Heads], batch: Any) -> None:
         """Finds the entries of the heads of layers of other libraries."""
         with random_numbers_kept():
-            run = lambda: self.loss(model, *batch) if batch else example_run(model)()  # noqa: E731
-            find_entries(model, list(layers.values()), run)
+            find_entries(model, list(layers.values()), lambda: self.loss(model, batch))
 
     def _some(self, number: Optional[int] = None) -> List[Any]:
         """Returns the first of the batches; a data loader draws a random number when it begins."""
         with random_numbers_kept():
-            return list(itertools.islice(self.batches, number))
+            some = list(itertools.islice(self.batches, number))
+        if not some:
+            raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
+        return some
 
     def _importance(self, model: nn.Module, batches: List[Any], layers: Mapping[str, Heads]) -> Dict[str, Tensor]:
         numbers = {name: layer.num_heads for name, layer in layers.items()}

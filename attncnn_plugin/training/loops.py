@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.state_dicts import StructureError
-from ..change import Change, Successor
-from ..pruning.optimizers import check_optimizer, replace_parameters
+from ..change import Change
+from ..pruning.optimizers import replace_parameters
 from ..structure import apply, follow_state_dict, plan
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
@@ -71,7 +71,7 @@ def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: M
     """
     change = follow_state_dict(model, state_dict)
     for own in in_list(optimizer):
-        hand_over(own, model, change.replaced)
+        replace_parameters(own, change)
     return change
 
 
@@ -94,24 +94,9 @@ def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> Removabl
             args[-1].append(str(error))
             return
         for own in optimizers:
-            hand_over(own, module, change.replaced)
+            replace_parameters(own, change)
 
     return model.register_load_state_dict_pre_hook(follow)
-
-
-def hand_over(optimizer: Any, model: nn.Module, replaced: Mapping[nn.Parameter, Successor], anew: bool = False) -> None:
-    """Gives an optimizer what took the place of its parameters, in the order of the model; ``anew`` without any state.
-
-    States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer. Where nothing
-    was replaced, in the training that is resumed neither, the order stays.
-    """
-    if replaced or anew:
-        replace_parameters(optimizer, replaced, anew)
-    order = {parameter: number for number, parameter in enumerate(model.parameters())}
-    for group in check_optimizer(optimizer, ())[0] if replaced else ():
-        numbers = [order.get(parameter, len(order)) for parameter in group['params']]
-        for key in {'params', 'param_names'} & group.keys():
-            group[key][:] = [entry for _, entry in sorted(zip(numbers, group[key]), key=lambda pair: pair[0])]
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Models that are convolutional at first and attention later (L21, section 4)."""
 
 import inspect
+import itertools
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence, Union, runtime_checkable
 
@@ -9,11 +11,12 @@ from torch import nn
 
 from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
-from ..change import Change, Successor, all_or_nothing, check_not_distributed, within
+from ..change import Change, all_or_nothing, check_not_distributed, within
 from ..convert import convs_to_attention
 from ..convert.models import check_convertible
 from ..convert.pixels import check_settings
-from .loops import Optimizers, check_epochs, hand_over, in_list, uncompiled
+from ..pruning import replace_parameters
+from .loops import Optimizers, check_epochs, in_list, uncompiled
 
 
 @runtime_checkable
@@ -51,7 +54,7 @@ class TwoPhases:
         layers (str | Sequence[str], optional): The convolutions to turn, names or globs such as
             ``'layer4.*.conv2'``, of a CNN. Defaults to None, means those of a model that has phases, such as a CMHSA.
         seed (int): Of what is drawn; the same on every rank. Defaults to 0.
-        **settings (Any): With ``layers``: those of :func:`~attncnn_plugin.convert.convs_to_attention`. Heads need
+        **settings (Any): With ``layers``: those of :func:`~attncnn_plugin.convert.conv_to_mhsa`. Heads need
             ``alpha=6`` or so to learn.
 
     Raises:
@@ -65,7 +68,7 @@ class TwoPhases:
         (self.epoch,) = check_epochs(f'epoch={epoch!r} of TwoPhases', [epoch])
         if settings and layers is None:
             raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
-        unknown = settings.keys() - inspect.signature(check_settings).parameters - {'inputs'}
+        unknown = settings.keys() - inspect.signature(check_settings).parameters
         if unknown:
             raise TypeError(f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa')
         self.globs = [layers] if isinstance(layers, str) else layers
@@ -89,8 +92,7 @@ class TwoPhases:
                 "CNN, such as layers='layer4.*.conv2'"
             )
         if phase == 'conv' and self.globs is not None:
-            settings = {key: value for key, value in self.settings.items() if key != 'inputs'}
-            check_convertible(model, self.globs, settings)
+            check_convertible(model, self.globs, self.settings)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
@@ -153,9 +155,6 @@ class TwoPhases:
             changes = {names[part]: part.to_attention(seeded(self.seed)) for part in parts}
         else:
             changes = {'': convs_to_attention(model, self.globs, generator=seeded(self.seed), **self.settings)}
-        replaced: Dict[nn.Parameter, Successor] = {}
-        for name, change in changes.items():
-            replaced.update(within(name, change.replaced))
-        for own in optimizers:
-            hand_over(own, model, replaced, anew=True)
+        for own, (name, change) in itertools.product(optimizers, changes.items()):
+            replace_parameters(own, replace(change, replaced=within(name, change.replaced)), anew=True)
         return list(changes.values())

@@ -130,15 +130,13 @@ class PositionChannels:
     ``number`` directions are drawn. The network and all attention of it are changed.
 
     Raises:
-        ValueError: A token has too few channels, or the maps that write into it are not found.
+        ValueError: The maps that write into tokens are not found.
     """
 
     def __init__(
         self, network: Transformer, attentions: List[Attention], number: int, generator: torch.Generator
     ) -> None:
         width = attentions[0].width
-        if width < 2 * number:
-            raise ValueError(f'tokens of {width} channels are too narrow: {2 * number} are for position and content')
         drawn = torch.randn(width, number, generator=generator, dtype=torch.float64, device='cpu')
         directions = torch.linalg.qr(torch.cat([torch.ones_like(drawn[:, :1]), drawn], 1))[0][:, 1:]
         self.directions = directions.to(attentions[0].weight('q').device)  # (D, number)

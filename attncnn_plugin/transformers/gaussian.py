@@ -83,13 +83,13 @@ def start_absolute(
         ValueError: Heads or tokens are too narrow.
     """
     narrowest = min(attentions, key=lambda attention: attention.head_dim)
-    if narrowest.head_dim < FEWEST:
-        have = f'the heads of {narrowest.name} have {narrowest.head_dim} channels'
-        raise ValueError(f'{have}: absolute positions need {FEWEST}')
+    room = min(narrowest.head_dim, narrowest.width // 2 - 1)
+    if room < FEWEST:
+        have = f'the heads of {narrowest.name} have {narrowest.head_dim} channels, its tokens {narrowest.width}'
+        raise ValueError(f'{have}: absolute positions need {FEWEST} and {2 * FEWEST + 2}')
     set_sine_cosine_embedding(network.module, overwrite=True)
     size = network.grid
     patches, has_prefix = size[0] * size[1], network.num_prefix_tokens > 0
-    room = min(narrowest.head_dim, narrowest.width // 2 - 1)
     omega = wave_frequencies(size, torch.cat([attention.shifts for attention in attentions]), room)
     functions = _functions(size, omega)
     rank = functions.shape[1]
@@ -121,11 +121,11 @@ def wave_frequencies(size: Tuple[int, int], shifts: Tensor, room: int) -> List[T
     """Computes ω of both axes, ``(F,)`` each, for some shifts ``(N, 2)``.
 
     The shortest wave has a period of 8 patches at most, and an axis two waves at least, unless there is no room for so
-    many functions of the position; an axis of one patch needs none.
+    many functions of the position, at least ``FEWEST``; an axis of one patch needs none.
     """
     reaches = [max(1, math.ceil(n - 1 + shift)) for n, shift in zip(size, shifts.abs().amax(0).tolist())]
     numbers = [max(2, math.ceil(2 * reach / SHORTEST)) if n > 1 else 0 for reach, n in zip(reaches, size)]
-    while 1 + 2 * sum(numbers) > max(room, FEWEST):
+    while 1 + 2 * sum(numbers) > room:
         numbers[numbers.index(max(numbers))] -= 1
     return [math.pi * torch.arange(1, f + 1, device='cpu').double() / reach for reach, f in zip(reaches, numbers)]
 

@@ -197,7 +197,7 @@ class TestUses:
         content, position = attention.content_scores(x), attention.position_scores(x)
         assert content.shape == position.shape == (2, attention.num_heads, 20, 73)
         assert torch.allclose(position[0].exp()[..., :-1], attention.position_probs((9, 8)), atol=1e-6)
-        with pytest.raises(ValueError, match='depend on the input x'):
+        with pytest.raises(ValueError, match='depend on the input'):
             attention.attention_probs((9, 8))
 
     def test_content_alone(self, attention, x):

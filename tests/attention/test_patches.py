@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.adapter import Adapter
 from helpers.convolutions import relative_error
+from helpers.layers import with_outputs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -78,7 +79,8 @@ def test_attention_by_the_equation(data):
     head_dim = widths[0] if len(set(widths)) == 1 and data.draw(st.booleans()) else widths
     grid = data.draw(st.sampled_from([(height, width), (2, 2)]))
     position = GridBias(len(widths), grid, null_key)
-    attention = PatchAttention(5, len(widths), position, out_dim=3, head_dim=head_dim, qk_dim=qk_dim).double()
+    attention = PatchAttention(5, len(widths), position, head_dim=head_dim, qk_dim=qk_dim)
+    attention = with_outputs(attention, 3).double()
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(2, height, width, 5, dtype=torch.float64)

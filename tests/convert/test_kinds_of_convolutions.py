@@ -31,6 +31,20 @@ class Standardized(nn.Conv2d):
         return super()._conv_forward(x, self.gain * weight / weight.std(), bias)
 
 
+class Masked(nn.Conv2d):
+    """Changes its weight and its bias as it runs, as PixelCNN's and EEGNet's."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer('mask', torch.ones_like(self.weight))
+        self.mask[:, :, 1, 1:] = self.mask[:, :, 2:] = 0
+
+    def forward(self, x):
+        self.weight.data = self.weight.data * self.mask
+        self.bias.data.clamp_(max=0.5)
+        return super().forward(x)
+
+
 class Labelled(nn.Conv2d):
     """Computes what ``nn.Conv2d`` does."""
 
@@ -71,6 +85,7 @@ KINDS = {
         kind.__name__: lambda kind=kind: kind(4, 8, 3, stride=2, groups=2)
         for kind in (Conv2dSame, StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, Standardized, Labelled)
     },
+    'Masked': lambda: Masked(4, 8, 3, padding=1),
     'ConvWS2d': of(WS, 'ConvWS2d', 4, 8, 3, padding=1),
     'ConvAWS2d': of(WS, 'ConvAWS2d', 4, 8, 3, stride=2),
     'mmcv Conv2d': of('mmcv.cnn.bricks.wrappers', 'Conv2d', 4, 8, 3, padding=2, dilation=2),
@@ -97,9 +112,14 @@ def test_there_and_back(kind, dtype):
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     old = model[0]
-    old.weight.requires_grad_(False).decay = 0.5
+    for name, parameter in old.named_parameters():
+        parameter.requires_grad_(name == 'bias')
+    old.weight.decay = 0.5
+    stored = copy.deepcopy(model)  # with weights of which nothing has run
     expected, state = model(x), copy.deepcopy(model.state_dict())
     random = torch.random.get_rng_state()
+    convs_to_attention(stored, '0')
+    assert relative_error(stored(x), expected) < (1e-12 if dtype == torch.float64 else 1e-5)
     convs_to_attention(model, '0')
     assert relative_error(model(x), expected) < (1e-12 if dtype == torch.float64 else 1e-5)
     if kind == 'channels last':
@@ -158,6 +178,36 @@ class ByImage(nn.Conv2d):
         return self._conv_forward(x, self.weight * x.mean(), self.bias)
 
 
+class Noisy(nn.Conv2d):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class DropConnect(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, F.dropout(weight, 0.1, self.training), bias)
+
+
+class Adapted(nn.Conv2d):
+    """Trains only a product of two small matrices, beside a frozen weight."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.zeros(2, 36))
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight + (self.down @ self.up).view_as(weight), bias)
+
+
+def computed_weight():
+    conv = nn.Conv2d(4, 8, 3)
+    weight = conv.weight.detach().requires_grad_()
+    del conv.weight
+    conv.weight = weight
+    return conv
+
+
 class Twice(nn.Conv2d):
     def forward(self, x):
         return super().forward(x) + super().forward(x)
@@ -174,7 +224,7 @@ def bound(conv):
     return conv
 
 
-SOMETHING_ELSE = 'computes something else than the convolution of its attributes, stride=.*padding='
+SOMETHING_ELSE = 'computes something else than the convolution of its attributes, in .*, stride=.*padding='
 OTHERS = {
     'bound': (lambda: bound(nn.Conv2d(4, 8, 3, padding=1)), SOMETHING_ELSE),
     'lambda': (changed(plain(padding=1), _conv_forward=lambda *args: asymmetric(None, *args)), SOMETHING_ELSE),
@@ -185,6 +235,10 @@ OTHERS = {
     ),
     'called': (lambda: Called(4, 8, 3), SOMETHING_ELSE),
     'residual': (lambda: Residual(4, 4, 3), SOMETHING_ELSE),
+    'noise in training': (lambda: Noisy(4, 8, 3).eval(), SOMETHING_ELSE),
+    'weights in training': (lambda: DropConnect(4, 8, 3), SOMETHING_ELSE),
+    'spectral norm': (lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 8, 3)).eval(), SOMETHING_ELSE),
+    'adapter': (lambda: Adapted(4, 8, 3), 'Adapted with a frozen weight, but down is trained: merge it into'),
     'by image': (lambda: ByImage(4, 8, 3), SOMETHING_ELSE),
     'stale padding': (changed(plain(padding=1, padding_mode='circular'), padding=(2, 2)), SOMETHING_ELSE),
     'own padding': (KINDS[OTHER_PADDING], None),
@@ -215,15 +269,14 @@ def test_a_method_of_the_class_that_was_replaced(monkeypatch):
         conv_to_mhsa(conv)
 
 
-@pytest.mark.parametrize('name', ['weight_norm', 'spectral_norm'])
-def test_parametrized(name):
+@pytest.mark.parametrize('build', [lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3)), computed_weight])
+def test_weights_that_are_no_parameters(build):
     """Converted by itself, as what it computes; in a model, which would lose it, refused."""
-    conv, x = (
-        getattr(nn.utils.parametrizations, name)(nn.Conv2d(4, 8, 3).double()).eval(),
-        torch.randn(1, 4, 8, 8).double(),
-    )
-    assert relative_error(conv_to_mhsa(conv)[0](x), conv(x)) < 1e-12
-    with pytest.raises(ValueError, match='0 has hooks, parametrizations'):
+    conv, x = build().eval(), torch.randn(1, 4, 8, 8).double()
+    if 'weight' not in vars(conv):
+        attention = conv_to_mhsa(conv.double())[0]
+        assert relative_error(attention(x), conv(x)) < 1e-12 and attention.value.weight.requires_grad
+    with pytest.raises(ValueError, match='0 has hooks, parametrizations, .* or a weight that is no parameter'):
         convs_to_attention(nn.Sequential(conv), '0')
 
 

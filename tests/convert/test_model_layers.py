@@ -114,7 +114,11 @@ REFUSED = {  # what becomes of the model, the layers that are named, and the mes
         '*',
         r'stem\.conv shares a parameter, stem\.weight and stem\.conv\.weight are one',
     ),
-    'hook': (hooked('register_forward_hook'), '*', r'stage\.1\.conv1 has hooks, parametrizations or a'),
+    'hook': (
+        hooked('register_forward_hook'),
+        '*',
+        r'stage\.1\.conv1 has hooks, parametrizations, a forward of its own or a',
+    ),
     'backward hook': (hooked('register_full_backward_hook'), '*', r'stage\.1\.conv1 has hooks'),
     'forward': (put('stage.1.conv1.forward', lambda model: lambda x: x), '*', r'stage\.1\.conv1 .* forward of its own'),
     'tensor hook': (hooked('weight.register_hook'), '*', r'stage\.1\.conv1\.weight has hooks'),
@@ -166,7 +170,10 @@ BACK = {
     'moved': (widened, r'1 of 6 layers are no convolution .*tolerance=1e-06: stage\.0\.conv1; the'),
     'shared': (SHARED, r'stage\.0\.conv1 shares a parameter'),
     'hooks': (hooked('register_forward_hook'), r'stage\.1\.conv1 has hooks'),
-    'content': (by_content, 'stem cannot be converted: the probabilities of layer.*depend on the input'),
+    'content': (
+        by_content,
+        'stem cannot be converted: the probabilities of ContentImageAttention.*depend on the input',
+    ),
 }
 
 

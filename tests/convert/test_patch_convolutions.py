@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.convolutions import relative_error
+from helpers.layers import with_outputs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,10 +23,11 @@ DOUBLE = dict(dtype=torch.float64)
 def attention_like(conv, patch, head_dim=None, grid=(4, 4), **options):
     """Attention over patches that is the convolution."""
     shifts = patch_shifts(conv.kernel_size, patch)
-    options.update(out_dim=conv.out_channels * patch**2, head_dim=choose_head_dims(conv, patch, head_dim))
+    options.update(head_dim=choose_head_dims(conv, patch, head_dim), **DOUBLE)
     attention = PatchAttention(
-        conv.in_channels * patch**2, len(shifts), GridBias(len(shifts), grid, **DOUBLE), **options, **DOUBLE
+        conv.in_channels * patch**2, len(shifts), GridBias(len(shifts), grid, **DOUBLE), **options
     )
+    with_outputs(attention, conv.out_channels * patch**2)
     attend_like_convolution(attention, conv, patch, attn_bias=40.0)
     return attention
 

@@ -25,7 +25,7 @@ LAYERS = {
 
 
 def random_patches():
-    layer = PatchAttention(3, 4, GridBias(4, (9, 9)), out_dim=2)
+    layer = with_outputs(PatchAttention(3, 4, GridBias(4, (9, 9))), 2)
     nn.init.normal_(layer.position.table, std=2.0)
     nn.init.normal_(layer.value.weight)
     return layer

@@ -39,7 +39,9 @@ LAYERS = {
 
 def with_outputs(layer, channels, bias=True):
     """Attention over a grid of tokens with an output of other channels than a token."""
-    layer.value = nn.Linear(layer.value.in_features, channels, bias, dtype=layer.value.weight.dtype)
+    setattr(
+        layer, layer.output_name, nn.Linear(layer.output.in_features, channels, bias, dtype=layer.output.weight.dtype)
+    )
     return layer
 
 

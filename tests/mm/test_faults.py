@@ -94,6 +94,9 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
     last.write_text(str(other / 'epoch_2.pth'))
     assert find_whole_checkpoint(str(tmp_path)) == newest
     assert find_whole_checkpoint(str(tmp_path), str(other)) == str(other / 'epoch_2.pth')  # where checkpoints go
+    Path(newest).rename(tmp_path / 'kept')  # to go on from the one before
+    assert find_whole_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_1.pth')
+    (tmp_path / 'kept').rename(newest)
     shutil.rmtree(other)
     last.write_text(newest)
     content = Path(newest).read_bytes()

@@ -22,15 +22,18 @@ LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
 
 @HOOKS.register_module()
 class Witness(Hook):
-    """Keeps the state of the random numbers and the modes of the modules at every iteration."""
+    """Keeps the state of the random numbers at every iteration, and modes after epochs: a block is in evaluation."""
 
     priority = 'LOWEST'
     seen = []
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         numbers = torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(), random.getstate()[1]
-        modes = [module.training for module in runner.model.modules()]
-        Witness.seen.append((*numbers, data_batch['inputs'][0].sum().item(), modes))
+        Witness.seen.append((*numbers, data_batch['inputs'][0].sum().item()))
+        runner.model.backbone.blocks[0].eval()
+
+    def after_train_epoch(self, runner):
+        Witness.seen.append([module.training for module in runner.model.modules()])
 
 
 def config_of(repository, work_dir, name='sa_quadratic_digits', hooks=(), epochs=2):
@@ -50,15 +53,15 @@ def test_the_training_does_not_notice_it(repository, tmp_path, name):
     for hooks in ([], [dict(HOOK, interval=1)]):
         Witness.seen = []
         config = config_of(repository, tmp_path / str(len(hooks)), name, [*hooks, dict(type='Witness')])
-        # Augmentation that draws from numpy, dropout that draws from torch, and a stage in evaluation mode.
+        # Augmentation that draws from numpy, dropout that draws from torch.
         config.train_pipeline.insert(1, dict(type='RandomFlip', prob=0.5))
         config.train_dataloader.dataset.pipeline = config.val_dataloader.dataset.pipeline = config.train_pipeline
-        config.model.backbone.update(frozen_stages=1, drop_rate=0.1)
+        config.model.backbone.update(drop_rate=0.1)
         runner, _ = run(config)
         weights.append(runner.model.state_dict())
         seen.append(Witness.seen)
-    assert len(seen[0]) == 6 and seen[0] == seen[1]
-    assert False in seen[0][0][-1] and True in seen[0][0][-1]
+    assert len(seen[0]) == 8 and seen[0] == seen[1]
+    assert False in seen[0][-1] and True in seen[0][-1]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 

@@ -116,7 +116,7 @@ def test_chosen_layers_and_phases():
     assert model.phase == 'attn' and attention_names(model) == names == [layer.name for layer in report.layers]
     assert others <= {id(p) for p in model.parameters()}
     layer = model.layer4[0].conv2
-    assert (layer.qk_dim, layer.window_size, layer.gate is not None) == (4, (5, 5), True)
+    assert (layer.qk_dim, layer.window_size, layer.gate is not None) == (4, [5, 5], True)
     assert all(line.split()[0] in ('layer', 'model', *names) for line in str(report).splitlines())
 
 

@@ -84,6 +84,19 @@ def test_groups_and_names():
     assert (weights['weight_decay'], others['weight_decay']) == (0.1, 0) and len(optimizer.param_groups) == 2
 
 
+@pytest.mark.parametrize('kind', ['CNN', 'CMHSA'])
+def test_a_new_optimizer_takes_the_state(kind):
+    """States are loaded by the order of parameters: groups get that of the model, but what no layer replaced stays."""
+    options = dict(phase='conv', img_size=8, patch_size=4, depth=2, num_classes=3)
+    network = small_cnn() if kind == 'CNN' else timm.create_model('cmhsa3_patch16_224', **options)
+    model, other = nn.Sequential(nn.Linear(2, 2), network, nn.Linear(2, 2)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([dict(params=[*model[1:].parameters(), other]), dict(params=model[0].parameters())])
+    optimizer.param_groups[1]['params'].reverse()
+    replace_parameters(optimizer, convs_to_attention(model, '*') if kind == 'CNN' else network.to_attention())
+    new = [*map(id, model[1:].parameters()), id(other)], [id(model[0].bias), id(model[0].weight)]
+    assert new == tuple([*map(id, group['params'])] for group in optimizer.param_groups)
+
+
 def test_parameters_that_the_optimizer_does_not_have():
     model = small_cnn()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.adapter import Adapter
 from helpers.layers import TOKENS, with_outputs
-from helpers.small import TIMM_KINDS, small_cmhsa, small_model, small_timm
+from helpers.small import TIMM_KINDS, refused, small_cmhsa, small_model, small_timm
 from helpers.vits import SIZE, output_map, output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from attncnn_plugin.attention import (
     PatchAttention,
     QuadraticAttention,
 )
-from attncnn_plugin.attention.state_dicts import write_extra_state
+from attncnn_plugin.attention.state_dicts import StructureError, write_extra_state
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.heads.sizes import RECORD
 from attncnn_plugin.pruning import (
@@ -475,7 +475,10 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     [
         lambda state: dict(meta={}, state_dict=state),
         lambda state: dict(epoch=3, model_ema=state),
+        lambda state: dict(teacher={f'net.{name}': value for name, value in state.items()}, student={}),
         lambda state: {f'module.{name}': value for name, value in state.items()},
+        lambda state: {'n_averaged': torch.tensor(2), **{f'module.{name}': value for name, value in state.items()}},
+        lambda state: {name: (value + value.double()) / 2 for name, value in state.items()},
     ],
 )
 @pytest.mark.parametrize('strict', [False, True])
@@ -488,3 +491,13 @@ def test_state_dicts_in_other_forms(wrap, strict):
     model.load_state_dict(pruned.state_dict())
     images = torch.randn(2, 3, SIZE, SIZE)
     assert torch.equal(model(images), pruned(images))
+
+
+@pytest.mark.parametrize('damage', [lambda x: (x + 9999).half(), lambda x: (x + 2**25).float(), lambda x: x[:5]])
+def test_a_record_of_heads_that_has_lost_digits(damage):
+    pruned, model = (small_vit('vit_tiny_patch16_224') for _ in range(2))
+    prune_heads(pruned, {0: [1]})
+    name = f'blocks.0.attn.{RECORD}'
+    state = pruned.state_dict()
+    with refused(model, f'{name} of the state dict is damaged, or has lost digits as torch', StructureError):
+        follow_state_dict(model, {**state, name: damage(state[name])})

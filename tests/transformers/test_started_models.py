@@ -23,7 +23,7 @@ from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_emb
         ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'a VisionTransformer has no position encoding'),
         ('vit_relpos_small_patch16_224', dict(depth=1), 'blocks.0.attn are a RelPosMlp without a table of biases'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
-        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=10, num_heads=2), 'tokens of 10 channels are too narrow'),
+        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=10, num_heads=2), 'have 5 channels, its tokens 10: absolute'),
         (
             'cait_xxs24_224',
             dict(depth=1),
