@@ -302,6 +302,7 @@ REFUSALS = {
     'yes': 'yes',
     'no attention': '–',
     'of the layers before': 'other tokens',
+    'attentions in a run': 'several',
     'a rollout ends there': 'pooled before',
     'give grid': 'needs `grid`',
     'of single heads': 'shared',

@@ -152,6 +152,7 @@ def observe(
     layers: Layers = None,
     call: Call = None,
     visit_own: Optional[VisitOwn] = None,
+    one: bool = False,
 ) -> Optional[float]:
     """Runs a model in evaluation mode, and calls ``visit`` for all of its attention.
 
@@ -162,6 +163,7 @@ def observe(
         layers (str | Iterable[str] | callable, optional): As of :func:`attention_maps`. Defaults to None.
         call (Callable, optional): As of :func:`attention_maps`. Defaults to None.
         visit_own (Callable, optional): As of :func:`~attncnn_plugin.heads.seen.watching`. Defaults to None.
+        one (bool): As there. Defaults to False.
 
     Returns:
         float | None: The number of the token that the model reads; None for several or none.
@@ -173,7 +175,7 @@ def observe(
     read: List[Optional[float]] = [None]
     wanted, own_layers = chosen_by(layers), () if visit_own is None else attention_layers(model)
     end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-    with evaluating(model), watching(model, visit, wanted, end=end, visit_own=visit_own):
+    with evaluating(model), watching(model, visit, wanted, end=end, visit_own=visit_own, one=one):
         called(model, inputs, call)
     for name in own_layers:
         if name not in wanted.answers and wanted(name):
@@ -273,8 +275,8 @@ def rollout(
         mean over all patches, as where it pools them.
 
     Raises:
-        ValueError: Layers have other tokens than those before, as those of Swin transformers; ``target`` is no class of
-            the model; the grid cannot be seen; see :func:`attention_maps`.
+        ValueError: Layers have other tokens than those before, as those of Swin transformers; a module computes several
+            attentions; ``target`` is no class of the model; the grid cannot be seen; see :func:`attention_maps`.
         TypeError: With ``target``, attention of this package instead of a convolution.
 
     Examples:
@@ -292,7 +294,7 @@ def rollout(
         rolled.add(name, probs.mean(1) / 2, 0.5, places)
 
     if target is None:
-        token = observe(model, inputs, visit, call=call)
+        token = observe(model, inputs, visit, call=call, one=True)
     else:
         token = _visit_by_gradients(model, inputs, target, call, rolled)
     if rolled.joint is None:
@@ -402,7 +404,7 @@ def _visit_by_gradients(model: nn.Module, inputs: Any, target: Any, call: Call, 
     visit = lambda name, probs, places: None  # noqa: E731
     end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-        with watching(model, visit, touch=touch, end=end):
+        with watching(model, visit, touch=touch, end=end, one=True):
             logits = called(model, inputs, call)
         logits = getattr(logits, 'logits', logits)
         classes = torch.as_tensor(target, device='cpu').clone()

@@ -154,10 +154,12 @@ def forward_of_torch(
 
 def _projected(module: Any, *tokens: Tensor) -> Tuple[Tensor, ...]:
     """Returns queries, keys and values, ``(B, N_h, N, d)`` each."""
-    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-        raise TypeError('nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn needs all of its heads')
+    if module.bias_k is not None or module.add_zero_attn:
+        raise TypeError('nn.MultiheadAttention with add_bias_kv or add_zero_attn needs all of its heads')
+    weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+    weights = weights if module.in_proj_weight is None else module.in_proj_weight.chunk(3)
     biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    mapped = [F.linear(*own) for own in zip(tokens, module.in_proj_weight.chunk(3), biases)]
+    mapped = [F.linear(*own) for own in zip(tokens, weights, biases)]
     batch_first = mapped if module.batch_first else [own.transpose(0, 1) for own in mapped]
     return tuple(own.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for own in batch_first)
 

@@ -456,6 +456,9 @@ def _complete(own: Heads, near: nn.Module, prefix: str, upstream: Set[str], shar
         if weight in shared:
             own.owners.pop(bias, None)
         dim, owners = own.owners.get(weight, own.owners.get(bias, (0, None)))
+        maps = [own.owners.get(f'{path}.{kind}_proj_weight'.lstrip('.')) for kind in 'qkv']
+        if isinstance(module, nn.MultiheadAttention) and None not in maps and module.in_proj_bias is not None:
+            own.owners[f'{path}.in_proj_bias'.lstrip('.')] = 0, torch.cat([of_map[1] for of_map in maps])
         is_map = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
         if tensors['weight'] is None or owners is None or dim and is_map:
             continue

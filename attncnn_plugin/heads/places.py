@@ -9,7 +9,7 @@ Images of further arguments have numbers with a fraction, which tells their toke
 import math
 import string
 from dataclasses import dataclass
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +63,9 @@ class Followed:
         if not tensors:
             return
         first, name = tensors[0], func.__name__
-        if not {name, name.rstrip('_')}.isdisjoint(MOVES):
+        if is_one_of(func, MOVES):
             self.move(func, args, kwargs, output)
-        elif not {name, name.rstrip('_')}.isdisjoint(WRITES):
+        elif is_one_of(func, WRITES):
             if any(own is not args[0] for own in tensors):  # of what has no numbers it takes the place
                 self.move(func, args, kwargs, args[0] if output is None else output, writes=True)
         elif func is torch.einsum:
@@ -266,6 +266,11 @@ def first_of(numbers: Optional[Tensor], may_differ: bool = False) -> Optional[Te
     first = numbers[..., :1]
     same = may_differ or not numbers.stride(-1) or ((numbers == first) | (numbers == 0)).all()
     return first[..., 0] if same else None
+
+
+def is_one_of(func: Any, names: Set[str]) -> bool:
+    """Says whether a function has one of some names, or changes a tensor in place as one of them does."""
+    return func.__name__ in names or func.__name__.rstrip('_') in names
 
 
 def axes_of(equation: Any, operands: Any) -> Tuple[List[str], str]:

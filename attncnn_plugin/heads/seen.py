@@ -26,7 +26,7 @@ from ..attention.patches import PatchAttention
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.tokens import GridAttention
 from .kernels import dot_products, shown_to_modes
-from .places import MOVES, Followed, Places, axes_of, first_of, flat, places_of_grid
+from .places import MOVES, WRITES, Followed, Places, axes_of, first_of, flat, is_one_of, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
 VisitOwn = Callable[[str, Any, Tensor], None]
@@ -76,6 +76,8 @@ class watching(threading.local):  # noqa: N801
         again (bool): Whether to see what gradient checkpointing computes again, too. Defaults to False.
         visit_own (Callable, optional): ``visit_own(name, layer, x)`` visits layers of this package, with their input,
             in place of ``visit``. Defaults to None.
+        one (bool): Whether to refuse modules that compute several attentions in a run. Defaults to False: only with
+            ``touch``, and only where it cannot be one and the same heads each time.
 
     Attributes:
         functions (FunctionsSeen | None): What is seen of the forward pass that runs, of the model or of a part of it.
@@ -92,9 +94,10 @@ class watching(threading.local):  # noqa: N801
         end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
         again: bool = False,
         visit_own: Optional[VisitOwn] = None,
+        one: bool = False,
     ) -> None:
         self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
-        self.again, self.visit_own = again, visit_own
+        self.again, self.visit_own, self.one = again, visit_own, one
         self.names: Dict[nn.Module, Optional[str]] = {module: name for name, module in model.named_modules()}
         self.running: List[Tuple[nn.Module, Optional[str]]] = []
         self.functions: Optional[FunctionsSeen] = None
@@ -180,8 +183,8 @@ class watching(threading.local):  # noqa: N801
         elif has_run and isinstance(module, AttentionLayer):  # which moves no tokens
             like = F.linear if module.window is None else F.conv2d
             functions.places.follow(like, args, {}, kwargs_and_output[1])
-        functions.close(module)
         self.running.pop()
+        functions.close(module, has_run)
         if not self.running:
             functions.__exit__(None, None, None)
             self.functions = None
@@ -234,6 +237,9 @@ class Attention:
         of_map (bool): Whether its weights are those of a linear map, not of products of queries and keys.
         is_linear (bool): Whether it has turned out to be a half of linear attention, which counts for none.
         images (int): How many images the model got, 1 where that is unknown.
+        number (int): Of the outputs of heads in a run of its module, which this is, from 0.
+        run (list[bool]): Of each of these, whether it is that of another attention.
+        is_mapped (bool): Whether a map has taken its output.
         again (list[Attention]): What the same probabilities gave with other values.
     """
 
@@ -250,6 +256,9 @@ class Attention:
     of_map: bool = False
     is_linear: bool = False
     images: int = 1
+    number: int = 0
+    run: List[bool] = field(default_factory=list)
+    is_mapped: bool = False
     again: List['Attention'] = field(default_factory=list)
 
     @property
@@ -374,6 +383,7 @@ class OwnAttention:
     heads: Any = None  # of :class:`Attention`
     is_query = None
     is_linear = False
+    number = 0
     probs: Optional[Tensor] = None
 
     def __init__(self, name: str, owner: Any, x: Tensor) -> None:
@@ -452,10 +462,10 @@ class FunctionsSeen(TorchFunctionMode):
         self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
         self.unnormalized: Any = WeakTensorKeyDictionary()  # exponentials; True of logarithms of softmax
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the numbers of their entries
-        self.mixed: Any = WeakTensorKeyDictionary()  # outputs of several: which attention each entry is of
         self.maps: Any = WeakTensorKeyDictionary()  # what depends on one linear map
-        self.multiplied: Any = WeakTensorKeyDictionary()  # weights: their attention, and their axes of queries
+        self.uses: Any = WeakTensorKeyDictionary()  # weights: a list of the shape of softmax, and their first product
         self.open: List[Attention] = []  # whose heads are unknown yet
+        self.runs: Dict[nn.Module, List[bool]] = {}  # of each attention that a module computes, whether it is another
         self.places = Followed()
         self.images = 1
 
@@ -478,8 +488,6 @@ class FunctionsSeen(TorchFunctionMode):
         several = isinstance(output, tuple)  # with statistics of the softmax
         first = output[0] if several else output
         touched = self.watch.touch(attention, first)
-        if attention.heads is not None and attention in self.open:  # known from an earlier pass
-            self.open.remove(attention)
         self.outputs[touched] = self.outputs[first]
         if first in self.places.numbers:
             self.places.numbers[touched] = self.places.numbers[first]
@@ -502,15 +510,16 @@ class FunctionsSeen(TorchFunctionMode):
         tensors = flat((*args, *kwargs.values()))
         self.follow_maps(func, tensors, output)
         if func in SOFTMAX and output.ndim > 1 or self.is_softmax_by_hand(func, args, output):
-            self.weights[output] = None
+            self.weights[output], self.uses[output] = None, [output.shape]
             return None
-        if not self.weights and not self.outputs and not self.mixed:
+        if not self.weights and not self.outputs:
             return None
         weights = [own for own in tensors if own in self.weights]
-        followed = [own for own in tensors if own in self.outputs and self.outputs[own][0] in self.open]
+        counts = self.watch.touch is not None and not self.watch.one
+        followed = [own for own in tensors if own in self.outputs and (counts or self.outputs[own][0] in self.open)]
         floats = [own for own in tensors if own.is_floating_point()]
-        if self.watch.touch is not None and floats and func.__name__ in MOVES:
-            self.mix(floats, func, args, kwargs, output)
+        if counts and followed:
+            self.note_parts(floats, func, args, kwargs, output)
         if followed:
             self.follow(followed, floats, func, args, kwargs, output)
             if any(self.outputs[own][0].is_linear for own in followed):
@@ -613,8 +622,8 @@ class FunctionsSeen(TorchFunctionMode):
         keys = [axis for axis in own if axis in of_values and axis not in of_output]
         others = [axis for axis in own if axis in of_output]
         queries = [axis for axis in others if axis not in of_values]
-        if weights in self.multiplied:
-            queries = [own[axis] for axis in self.multiplied[weights][1]]
+        if self.uses[weights][1:] and self.uses[weights][2] == layout_of(weights):
+            queries = [own[axis] for axis in self.uses[weights][3]]
         elif len(queries) > len(keys):  # heads that share values, or images that share a table
             queries = others[-len(keys) :]
         batch = [axis for axis in others if axis not in queries]
@@ -676,6 +685,7 @@ class FunctionsSeen(TorchFunctionMode):
             is_part = isinstance(own, Tensor) and own.is_floating_point() and (own.numel() in sizes or func in PARTS)
             if is_part and (own not in self.weights or changed):
                 self.weights[own] = before[position] if several and changed else before
+                self.uses[own] = self.uses[weights[0]] if own.numel() == number else [own.shape]
 
     def begin(
         self,
@@ -687,18 +697,31 @@ class FunctionsSeen(TorchFunctionMode):
         numbers: Any,
         weights: Any = None,
         queries: Any = None,
-    ) -> Attention:
+    ) -> Optional[Attention]:
         """Notes attention that gave an output, see :class:`Attention`.
 
         Weights that multiply once more, such as a table of relative values, are the same attention.
+
+        Raises:
+            ValueError: They do in another order of axes, and outputs of heads are wanted, or the first order was that.
         """
         module, name = self.innermost
-        before, axes = (None, None) if weights is None else self.multiplied.get(weights, (None, None))
-        if before is not None and before.owner is module and axes == queries:
-            again = replace(before, product=product, batch=batch, labels=labels, shape=output.shape, again=[])
-            before.again.append(again)
-            self.outputs[output] = again, again.numbered(output)
-            return again
+        run, uses = self.runs.setdefault(module, []), [] if weights is None else self.uses[weights]
+        if uses[1:] and uses[1].owner is module:
+            before = uses[1]
+            if uses[2:] == [layout_of(weights), queries]:
+                again = replace(before, product=product, batch=batch, labels=labels, shape=output.shape, again=[])
+                again.number = len(run)
+                run.append(False)
+                before.again.append(again)
+                self.outputs[output] = again, again.numbered(output)
+                return again
+            if self.watch.wanted(before.name) and (self.watch.touch is not None or weights.shape == uses[0]):
+                raise ValueError(
+                    f'{before.name} multiplies its probabilities in two orders of their axes, as for relative values '
+                    "by a transposed matmul: use torch.einsum('bhqk,qkd->bhqd', …) there"
+                )
+            return None
         attention = Attention(self.numbered(name or ''), module, product, batch, labels, output.shape, numbers)
         attention.images = self.images
         if self.watch.visit is not None and self.watch.wanted(attention.name):
@@ -706,8 +729,10 @@ class FunctionsSeen(TorchFunctionMode):
                 attention.probs = attention.of_batch(at_least_float32(probs().detach()), 2)
             attention.numbers = tuple(None if own is None else attention.of_batch(own, 1) for own in numbers)
         if weights is not None:
-            self.multiplied[weights] = attention, queries
+            uses[1:] = attention, layout_of(weights), queries
             attention.of_map = weights in self.maps
+        attention.run, attention.number = run, len(run)
+        run.append(self.watch.wanted(attention.name))
         self.open.append(attention)
         self.outputs[output] = attention, attention.numbered(output)
         return attention
@@ -718,9 +743,10 @@ class FunctionsSeen(TorchFunctionMode):
         """Follows the entries of an output, by their numbers, up to where heads and channels are joined."""
         attention, numbers = self.outputs[tensors[0]]
         channels, moved = attention.sizes['d'], None
+        attention.is_mapped |= func is F.linear or func in PRODUCTS or func is torch.einsum
         others = {id(own): self.outputs[own][1] for own in tensors if self.outputs[own][0] is attention}
-        is_move = not {func.__name__, func.__name__.rstrip('_')}.isdisjoint(MOVES - {'max', 'amax'})
-        if is_move and all(id(own) in others for own in floats):  # nothing of other tensors, or of other attention
+        is_alone = all(id(own) in others for own in floats)  # without other tensors, or other attention
+        if is_alone and is_one_of(func, MOVES - {'max', 'amax'}):
             with suppress(RuntimeError, TypeError, ValueError, IndexError):
                 moved = func(*replaced(args, others), **kwargs)
         elif func is torch.einsum:
@@ -734,7 +760,7 @@ class FunctionsSeen(TorchFunctionMode):
             func in SUMS and numbers.ndim > 1 and isinstance(kwargs.get('dim', (*args[1:], None)[0]), int)
         ):  # over heads
             self.show_joined(attention, numbers.movedim(kwargs.get('dim', args[-1]), -2).flatten(-2))
-        elif func is F.linear and numbers.shape[-1] == channels:
+        elif func is F.linear and numbers.shape[-1] == channels and numbers.shape.numel() == attention.shape.numel():
             attention.is_single |= bool((numbers[..., -1] - numbers[..., 0] == channels - 1).all())
         for own, new in zip(flat([output]), flat([numbers if moved is None else moved])):
             if own.shape != new.shape:
@@ -764,45 +790,35 @@ class FunctionsSeen(TorchFunctionMode):
 
         What softmax sums up over keys, and another one over queries, softmax(Q) (softmax(K)ᵀ V), is linear attention.
         """
-        if attention.of_map and any(own in self.weights for own in tensors) and attention.has_queries(numbers):
+        are_values = any(own in self.weights for own in tensors)  # of another attention
+        if are_values and attention.of_map and attention in self.open and attention.has_queries(numbers):
             attention.is_linear = True
+            attention.run.pop(attention.number)
             self.open.remove(attention)
         else:
+            attention.run[attention.number] &= not are_values
             self.show_joined(attention, numbers)
 
-    def mix(self, tensors: Sequence[Tensor], func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Follows the outputs of several attentions of a module until they are joined along channels.
-
-        Raises:
-            ValueError: They are: each has other heads.
-        """
-        known = [self.mixed.get(own) or self.outputs.get(own) for own in tensors]
-        is_one = len(tensors) == 1 and tensors[0] not in self.mixed
-        if is_one or None in known or any(own.owner is not self.innermost[0] for own, _ in known):
+    def note_parts(self, tensors: Sequence[Tensor], func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Notes attention with the same heads as another of its module: of further queries, or which is added to it."""
+        known = [self.outputs[own] for own in tensors if own in self.outputs]
+        first, numbers = known[0]
+        parts = [own for own, _ in known if own is not first and own.owner is first.owner]
+        if is_one_of(func, WRITES):
+            differ = [axis for axis, side in enumerate(args[0].shape) if numbers.shape[axis : axis + 1] != (side,)]
+            parts = [first] if len(differ) == 1 and args[0].ndim == numbers.ndim else []
+        else:
+            differ = [kwargs.get('dim', (*args[1:], 0)[0])] if func in JOINS else []
+        if differ and parts and not first.has_queries(numbers.movedim(differ[0], -1)):
             return
-        attention, names, moved = known[0][0], {}, None
-        dim = kwargs.get('dim', (*args[1:], 0)[0])
-        for tensor, (own, entries) in zip(tensors, known):
-            if tensor in self.mixed:
-                names[id(tensor)] = entries
-            elif func in JOINS and own.has_queries(entries.movedim(dim, -1)):
-                return  # parts of the queries
-            else:
-                names[id(tensor)] = torch.full_like(entries, hash(own.name), dtype=torch.int64)
-        with suppress(RuntimeError, TypeError, ValueError, IndexError):
-            moved = func(*replaced(args, names), **kwargs)
-        for tensor, own in zip(flat([output]), flat([moved])):
-            if tensor.shape == own.shape and (own != own.flatten()[:1]).any():
-                self.mixed[tensor] = attention, own
-                if (own != own[..., :1]).any() and self.watch.wanted(attention.name):
-                    raise ValueError(
-                        f'{attention.name} computes its heads in {own.unique().numel()} attentions, one after another: '
-                        'importance, ablation, masks and pruning need one, or a module for each; attention_maps has all'
-                    )
+        adds = not is_one_of(func, MOVES) and not first.is_mapped
+        for own in parts:
+            if differ or adds and not own.is_mapped and math.prod(own.key[2:]) > 1:
+                own.run[own.number] = False
 
     def show_joined(self, attention: Attention, numbers: Tensor) -> bool:
         """Shows attention, if the last axis of what became of its output joins heads and channels."""
-        heads = attention.joined(numbers)
+        heads = attention.joined(numbers) if attention in self.open else None
         if heads is not None:
             self.show(attention, heads)
         return heads is not None
@@ -813,18 +829,38 @@ class FunctionsSeen(TorchFunctionMode):
         return name if count == 1 else f'{name}#{count}'
 
     def show(self, attention: Attention, heads: Optional[Tensor] = None) -> None:
-        """Shows attention whose heads are known, or will not be."""
+        """Shows attention whose heads are known, or will not be.
+
+        Raises:
+            ValueError: They are not those of an earlier pass on a batch of the same sizes.
+        """
         self.open.remove(attention)
+        if attention.heads is not None and heads is not None and not torch.equal(attention.rows(heads.device), heads):
+            raise ValueError(
+                f'{attention.name} runs on batches of sizes {list(attention.key[1:])} in two ways, with its heads in '
+                'another order: what is a head is known for one'
+            )
         for own in (attention, *attention.again):
-            own.heads = heads
+            own.heads = own.heads if heads is None else heads
         if attention.probs is not None:
             self.watch.visit(attention.name, attention.by_heads(attention.probs), attention.places)
             attention.probs = None
 
-    def close(self, module: nn.Module) -> None:
-        """Shows the attention of a module that has run, whose heads nothing has joined."""
+    def close(self, module: nn.Module, has_run: bool) -> None:
+        """Shows the attention of a module that has run, or has failed, whose heads nothing has joined.
+
+        Raises:
+            ValueError: It has computed several attentions, and not parts of one.
+        """
         for attention in [own for own in self.open if own.owner is module]:
             self.show(attention)
+        number = sum(self.runs.pop(module, []))
+        if has_run and number > 1 and (self.watch.one or self.watch.touch is not None):
+            raise ValueError(
+                f'{self.watch.names.get(module) or type(module).__name__} computes {number} attentions in a run, such '
+                'as its heads one after another: rollout, importance, ablation, masks and pruning need one, or a '
+                'module for each; attention_maps has all'
+            )
 
 
 def is_function(module: nn.Module) -> bool:
@@ -843,6 +879,11 @@ def has_fast_path(module: nn.Module) -> bool:
 def batch_axes(output: Tensor) -> List[str]:
     """Returns labels of the axes of an output before its last two."""
     return [f'axis {axis}' for axis in range(output.ndim - 2)]
+
+
+def layout_of(tensor: Tensor) -> Tuple[torch.Size, Tuple[int, ...]]:
+    """Returns shape and strides of a tensor."""
+    return tensor.shape, tensor.stride()
 
 
 def are_one(keys: Optional[Tensor]) -> bool:

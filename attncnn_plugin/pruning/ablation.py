@@ -12,7 +12,7 @@ from ..change import table
 from ..heads.choice import Layers, chosen_by
 from ..heads.seen import watching
 from .importance import Loss, called_once, check_finite, head_importance, loss_and_right
-from .means import head_means
+from .means import head_means, replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss, layers: 
             for kind in ('mean', 'zero'):
                 found = torch.zeros(2, len(heads), dtype=torch.float64, device='cpu')
                 for head in range(len(heads)):
-                    touch = partial(means[name].replace, head, kind == 'zero')
+                    touch = partial(replaced, means, head, kind == 'zero')
                     with watching(model, wanted=chosen_by([name]), touch=touch):
                         without, right = measured(model, batches, loss)
                     found[0, head] = without - whole

@@ -1,7 +1,7 @@
 """What heads give on average, and how the rest of a layer makes up for heads that go (C20, appendix E)."""
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ class HeadMeans:
         total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
         count (Tensor): The number of queries, a scalar in float64.
         widths (list[int]): D_h of each head.
+        is_part (bool): Whether the module computes further outputs of its heads, whose means are others.
     """
+
+    is_part = False
 
     def __init__(self, widths: List[int], device: torch.device) -> None:
         self.total = torch.zeros(sum(widths), dtype=torch.float64, device=device)
@@ -29,18 +32,31 @@ class HeadMeans:
 
     @property
     def mean(self) -> Sequence[Tensor]:
-        """The mean output of each head, ``(D_h,)``."""
+        """The mean output of each head, ``(D_h,)``.
+
+        Raises:
+            ValueError: It is that of a part.
+        """
+        if self.is_part:
+            raise ValueError(
+                'attention that gives several outputs of its heads in a run, as for two sources or with relative '
+                'values, has no one mean output: set bias_correction=False'
+            )
         return (self.total / self.count).split(self.widths)
 
-    def replace(self, head: int, by_zero: bool, attention: AnyAttention, output: Tensor) -> Tensor:
-        """Returns an output with that of one head at its mean, or at zero."""
-        attention.heads, mean = known_heads(attention, self.axes), self.mean[head]
-        return attention.where([head], torch.zeros_like(mean) if by_zero else mean, output)
+
+def product_of(attention: AnyAttention) -> str:
+    """Returns the name of the module in which attention runs, with ``#2`` for the second output of its heads in a run.
+
+    In contrast to the names of attention, those of a module that runs twice are the same.
+    """
+    name = attention.name.partition('#')[0]
+    return f'{name}#{attention.number + 1}' if attention.number else name
 
 
 @contextmanager
 def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Dict[str, HeadMeans]]:
-    """Collects the mean outputs of heads while a model runs; yields them by the names of attention.
+    """Collects the mean outputs of heads while a model runs; yields them by :func:`product_of` attention.
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
@@ -54,7 +70,9 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
 
     def see(name: str, attention: AnyAttention, output: Tensor) -> None:
         heads, queries = attention.of_heads(output), attention.is_query
-        found = means.setdefault(name, HeadMeans([head.shape[-1] for head in heads], output.device))
+        key, widths = product_of(attention), [head.shape[-1] for head in heads]
+        found = means.setdefault(key, HeadMeans(widths, output.device))
+        found.is_part = means[name].is_part = found.is_part or key != name
         found.axes[attention.key] = attention.heads
         rows = [head.double() if queries is None else head[queries].double() for head in heads]
         found.total += torch.cat([head.flatten(0, -2).sum(0) for head in rows])
@@ -62,6 +80,15 @@ def head_means(model: nn.Module, wanted: Callable[[str], bool] = lambda name: Tr
 
     with watching_outputs(model, see, wanted):
         yield means
+
+
+def replaced(
+    means: Mapping[str, HeadMeans], head: int, by_zero: bool, attention: AnyAttention, output: Tensor
+) -> Tensor:
+    """Returns an output with that of one head at its mean, or at zero."""
+    own = means[product_of(attention)]
+    attention.heads, mean = known_heads(attention, own.axes), (own.total / own.count).split(own.widths)[head]
+    return attention.where([head], torch.zeros_like(mean) if by_zero else mean, output)
 
 
 @torch.no_grad()

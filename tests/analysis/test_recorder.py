@@ -593,6 +593,14 @@ def test_rollout_to_as_many_queries_as_there_are_tokens(queries):
     torch.testing.assert_close(rollout(model, x).flatten(1), expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize('target', [None, 1])
+def test_no_rollout_of_a_difference_of_two_attentions(target):
+    """It is no product of both."""
+    model = timm.create_model('vit_dlittle_patch16_reg1_gap_256', img_size=32, embed_dim=32, depth=1, num_heads=4)
+    with pytest.raises(ValueError, match='blocks.0.attn computes 2 attentions in a run'):
+        rollout(model, torch.randn(2, 3, 32, 32), target=target)
+
+
 def test_no_rollout_of_two_images():
     x = torch.randn(2, 3, 16, 16)
     with pytest.raises(ValueError, match='second has attention of 16 tokens that are not the 16 of the layers before'):

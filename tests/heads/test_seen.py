@@ -210,22 +210,69 @@ def several(kind, q, k, v):
     if kind == 'two kinds':
         pairs = zip(scores(q, k).split(2, 1), v.split(2, 1))
         return joined(torch.cat([own.softmax(-1) @ value for own, value in pairs], 1))
+    if kind in ('written', 'two kinds, written'):
+        output = torch.empty_like(q)
+        for some in [[0], [1], [2]] if kind == 'written' else [[0, 1], [2]]:
+            output[:, some] = scores(q, k)[:, some].softmax(-1) @ v[:, some]
+        return joined(output)
+    if kind.startswith('four heads'):
+        twice, output = [own[:, [0, 1, 2, 0]] for own in (q, k, v)], torch.zeros(2, 5, 16).to(q)
+        if kind == 'four heads, in pairs, stacked':
+            pairs = zip(*(own.split(2, 1) for own in twice))
+            return joined(
+                torch.stack([scores(own, key).softmax(-1) @ value for own, key, value in pairs], 1).flatten(1, 2)
+            )
+        if kind == 'four heads, in pairs, projected':
+            pairs = zip(*(own.split(2, 1) for own in twice))
+            return sum(
+                joined(scores(own, key).softmax(-1) @ value) @ OUT[:2].flatten(0, 1) for own, key, value in pairs
+            )
+        for channels, (own, key, value) in zip((slice(8), slice(8, 16)), zip(*(each.split(2, 1) for each in twice))):
+            output[..., channels] = joined(scores(own, key).softmax(-1) @ value)
+        return output
+    if kind == 'projected':
+        return sum(own @ of_head for own, of_head in zip(heads, OUT))
+    if kind == 'values projected':
+        return sum(scores(q, k)[:, head].softmax(-1) @ (v[:, head] @ OUT[head]) for head in range(3))
+    if kind == 'one softmax':
+        probs = scores(q, k).softmax(-1)
+        return sum(F.linear(probs[:, head] @ v[:, head], OUT[head].mT) for head in range(3))
     if kind == 'queries':
         return joined(torch.cat([scores(own, k).softmax(-1) @ v for own in q.split(2, 2)], 2))
+    if kind == 'queries, written':
+        output = torch.empty_like(q).mT
+        for some in (slice(0, 2), slice(2, 5)):
+            output[..., some] = v.mT @ scores(q[:, :, some], k).softmax(-1).mT
+        return output.flatten(1, 2).mT
+    if kind == 'sources':
+        return joined(scores(q, k).softmax(-1) @ v + scores(q, v).softmax(-1) @ k)
     parts = zip(scores(q, k).softmax(-1).split(4, -1), v.split(4, -2))
     return joined(sum(own @ value for own, value in parts))
 
 
-@pytest.mark.parametrize('kind', ['joined', 'stacked', 'heads first', 'two kinds'])
+ONE_AFTER_ANOTHER = ['joined', 'stacked', 'heads first', 'two kinds', 'two kinds, written', 'four heads, in pairs']
+ONE_AFTER_ANOTHER += [
+    'four heads, in pairs, projected',
+    'four heads, in pairs, stacked',
+    'written',
+    'projected',
+    'values projected',
+    'one softmax',
+]
+
+
+@pytest.mark.parametrize('kind', ONE_AFTER_ANOTHER)
 def test_heads_one_after_another(kind):
     """Each run is attention of some heads, for maps; what counts heads says that it cannot."""
     model, maps = Call(partial(several, kind)), []
     with watching(model, lambda name, probs, places: maps.append(probs)):
         model(Q, K, V)
-    close(torch.cat(maps, 1), softmax_of(scores()))
-    refused = pytest.raises(ValueError, match=r'computes its heads in [23] attentions, .* a module for each')
-    with refused, watching(model, touch=lambda attention, output: output):
-        model(Q, K, V)
+    expected = softmax_of(scores())
+    close(torch.cat(maps, 1), expected[:, [0, 1, 2, 0]] if kind.startswith('four') else expected)
+    for options in (dict(touch=lambda attention, output: output), dict(one=True)):
+        refused = pytest.raises(ValueError, match=r'computes [2-4] attentions in a run, .* a module for each')
+        with refused, watching(model, **options):
+            model(Q, K, V)
 
 
 def test_a_module_that_runs_twice():
@@ -242,9 +289,9 @@ def test_a_module_that_runs_twice():
     assert [name for name, _ in seen(Twice(), torch.randn(2, 5, 4))] == ['attention', 'attention#2']
 
 
-@pytest.mark.parametrize('kind', ['queries', 'keys'])
+@pytest.mark.parametrize('kind', ['queries', 'queries, written', 'keys', 'sources'])
 def test_parts_of_queries_and_keys(kind):
-    """They have the same heads."""
+    """They have the same heads, as those that attend to two sources do."""
     outputs = []
     model = Call(partial(several, kind))
     with watching_outputs(model, lambda name, attention, output: outputs.append(attention.num_heads)):
@@ -273,6 +320,43 @@ def test_probabilities_that_multiply_twice():
         assert [(own[0], own[1].num_heads) for own in outputs] == [('', 3), ('', 3)]
         heads = [torch.stack([*attention.of_heads(output)], 1) for _, attention, output in outputs]
         close(joined(sum(heads)), expected)
+
+
+@pytest.mark.parametrize('first', [True, False])
+def test_probabilities_in_another_order_of_axes(first):
+    """They are no second attention; what counts heads, and maps that the other order would give, say what to do."""
+    table = torch.randn(5, 6, 4, dtype=torch.float64)
+
+    def relative(q, k, v):
+        probs = scores(q, k).softmax(-1)
+        values = probs @ v if first else None
+        of_places = F.dropout(probs, 0.5, False).permute(2, 0, 1, 3).flatten(1, 2) @ table
+        values = probs @ v if values is None else values
+        return joined(values + of_places.unflatten(1, (2, 3)).permute(1, 2, 0, 3))
+
+    model, maps, refused = (
+        Call(relative),
+        [],
+        pytest.raises(ValueError, match='in two orders of their axes, .* use torch.einsum'),
+    )
+    with nullcontext() if first else refused, watching(model, lambda name, probs, places: maps.append(probs)):
+        model(Q, K, V)
+    if first:
+        assert len(maps) == 1
+        close(maps[0], softmax_of(scores()))
+    with refused, watching(model, touch=lambda attention, output: output):
+        model(Q, K, V)
+
+
+def test_heads_by_parts_that_maps_take():
+    """One softmax, of whose output a map takes each head: these are heads, not images."""
+    outs = [nn.Linear(4, 7).double() for _ in range(3)]
+    with torch.no_grad():
+        ((_, probs),) = seen(
+            lambda q, k, v: sum(own(of_head) for own, of_head in zip(outs, (scores(q, k).softmax(-1) @ v).unbind(1))),
+            *(Q, K, V),
+        )
+    close(probs, softmax_of(scores()))
 
 
 def test_attention_inside_vmap():
@@ -369,9 +453,9 @@ def test_attention_of_channels():
 
 def test_attention_to_what_attention_pooled():
     """Agents that look at all tokens, and all tokens at these: two attentions, as their scores are products."""
-    x, agents = MAP(torch.randn(2, 7, 6)), MAP(torch.randn(2, 3, 6))
-    maps = seen(lambda x, agents: scores(x, agents).softmax(-1) @ (scores(agents, x).softmax(-1) @ x), x, agents)
-    assert [tuple(probs.shape) for _, probs in maps] == [(2, 1, 3, 7), (2, 1, 7, 3)]
+    x, agents = (MAP(torch.randn(2, number, 6)).unflatten(2, (2, 2)).transpose(1, 2) for number in (7, 3))
+    attend = lambda x, agents: joined(scores(x, agents).softmax(-1) @ (scores(agents, x).softmax(-1) @ x))  # noqa: E731
+    assert sorted(tuple(probs.shape) for _, probs in seen(attend, x, agents)) == [(2, 2, 3, 7), (2, 2, 7, 3)]
 
 
 def test_router_of_images():

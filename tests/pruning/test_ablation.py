@@ -9,6 +9,7 @@ from helpers.small import small_timm, trained_like
 from helpers.vits import SIZE, output_map, output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from attncnn_plugin.pruning import head_ablation, head_costs, head_importance, prunable_heads, prune_heads
 from attncnn_plugin.pruning.means import head_means
@@ -108,6 +109,49 @@ def test_any_width_heads_and_batches(name, heads, head_dim, sizes, seed):
     model, size = model.double(), 16 if name.startswith('sa_') else SIZE
     batches = [(torch.randn(n, 3, size, size, dtype=torch.float64), torch.randint(5, (n,))) for n in sizes]
     check(head_ablation(model, batches, loss_and_right), model, batches, dict(rtol=1e-9, atol=1e-9))
+
+
+class Several(nn.Module):
+    """Attention with several outputs of its heads, which may be replaced."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.qkv, self.w = kind, nn.Linear(12, 36), nn.Linear(12, 6)
+        self.out, self.replaced = nn.Linear(18 if kind == 'two widths' else 12, 12), {}
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        probs, w = (q @ k.mT).softmax(-1), self.w(x).unflatten(2, (3, 2)).transpose(1, 2)
+        second = dict(relative=v.flip(2), sources=v)
+        outputs = [
+            probs @ v,
+            (q @ q.mT).softmax(-1) @ v if self.kind == 'sources' else probs @ second.get(self.kind, w),
+        ]
+        self.outputs = [own.detach() for own in outputs]
+        for own, mean in zip(outputs, self.replaced.get('means', ())):
+            own[:, self.replaced['head']] = mean
+        if self.kind == 'two widths':
+            return self.out(torch.cat([own.transpose(1, 2).flatten(2) for own in outputs], -1))
+        return self.out((outputs[0] + outputs[1]).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize('kind', ['two widths', 'relative', 'sources'])
+def test_each_output_of_a_head_has_its_own_mean(kind):
+    """And one bias cannot make up for several."""
+    torch.manual_seed(0)
+    model, x = Several(kind).double(), torch.randn(2, 5, 12, dtype=torch.float64)
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    found, whole = head_ablation(model, [x], loss), loss(model, x)
+    with head_means(model) as means:
+        model(x)
+    with pytest.raises(ValueError, match='has no one mean output: set bias_correction=False'):
+        means[''].mean  # noqa: B018
+    for head in range(3):
+        for changes, scale in ((found.mean_loss, 1), (found.zero_loss, 0)):
+            model.replaced = dict(means=[scale * own[:, head].mean((0, 1)) for own in model.outputs], head=head)
+            expected, model.replaced = (loss(model, x) - whole).item(), {}
+            model(x)
+            assert changes[''][head].item() == pytest.approx(expected, rel=1e-9, abs=1e-13)
 
 
 def test_a_loss_without_accuracy_and_the_table():

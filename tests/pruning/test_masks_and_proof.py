@@ -121,6 +121,24 @@ def test_batches_of_other_sizes(cls):
     assert head_ablation(model, batches, loss).zero_loss[''][1].item() == pytest.approx(sum(changes).item() / 10)
 
 
+def test_a_mask_where_heads_come_in_another_order():
+    """With as many images as heads, their axes are as long: the mask is not that of images, in silence."""
+
+    class Either(Folded):
+        def forward(self, x, first=False):
+            qkv = [own(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for own in (self.q, self.k, self.v)]
+            q, k, v = (own.transpose(0, 1) for own in qkv) if first else qkv
+            heads = (q @ k.mT).softmax(-1) @ v
+            return self.out((heads.transpose(0, 1) if first else heads).transpose(1, 2).flatten(2))
+
+    model, x = Either(), torch.randn(3, 5, 12)
+    torch.testing.assert_close(model(x), model(x, first=True))
+    with masked_heads(model, {'': [1]}):
+        model(x)
+        with pytest.raises(ValueError, match=r'batches of sizes \[3, 3\] in two ways'):
+            model(x, first=True)
+
+
 @pytest.mark.parametrize('name', ['timm', 'positions'])
 def test_a_mask_on_parts_that_run_by_themselves(name):
     """It is that of a whole pass; and what never ran is named at the end."""
@@ -304,6 +322,27 @@ def test_unbatched_tokens(gone, batch_first):
             expected, of_all = whole(own, own, own, average_attn_weights=False)
             torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(weights, of_all[..., kept, :, :], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('sizes', [(6, 10), (12, 10), (10, None)])
+def test_keys_and_values_of_other_widths(sizes, bias, dtype):
+    """Of ``nn.MultiheadAttention``, as of images that attend to a text."""
+    torch.manual_seed(0)
+    build = lambda: nn.MultiheadAttention(12, 3, bias=bias, kdim=sizes[0], vdim=sizes[1]).to(dtype)  # noqa: E731
+    model, fresh = nn.ModuleDict({'a': trained_like(build())}), nn.ModuleDict({'a': build()})
+    whole, call = copy.deepcopy(model['a']), lambda own, tokens: own['a'](*tokens)[0]
+    tokens = [torch.randn(7, 2, 12, dtype=dtype), *(torch.randn(5, 2, own or 12, dtype=dtype) for own in sizes)]
+    for head, columns in ((1, slice(4, 8)), (0, slice(4))):
+        change = prune_heads(model, {'a': [head]}, tokens, call=call)
+        whole.out_proj.weight.data[:, columns] = 0
+        near = dict(rtol=0, atol=20 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(call(model, tokens), whole(*tokens)[0], **near)
+        assert change.difference < 1e-5 and model['a'].kdim == sizes[0]
+    follow_state_dict(fresh, model.state_dict())
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(call(fresh, tokens), call(model, tokens))
 
 
 class Stop(BaseException):
