@@ -91,7 +91,8 @@ def environment(tmp_path):
     """An empty virtual environment that sees this one's packages, but not this one's plugin."""
     run(sys.executable, '-m', 'venv', '--without-pip', tmp_path / 'env')
     site = next((tmp_path / 'env').glob('lib/python*/site-packages'))
-    (site / 'parent.pth').write_text(os.path.dirname(os.path.dirname(pytest.__file__)) + '\n')
+    distutils = 'import _distutils_hack; _distutils_hack.add_shim()'  # of setuptools, for mmengine with Python 3.12
+    (site / 'parent.pth').write_text(f'{os.path.dirname(os.path.dirname(pytest.__file__))}\n{distutils}\n')
     return tmp_path / 'env'
 
 
